@@ -1,0 +1,486 @@
+"""The port to a network resource provider: what we say to it, what it answers, how it fails.
+
+Why: the engine of nrp_sync speaks in services, locations, addresses, public IPs, load balancers
+and NAT gateways. Which cloud stands behind is one file (`client.py` for Azure, `memory.py` for
+a provider in this process) and one setting (`open_provider`).
+
+Guarantees, held by one contract suite for every implementation:
+- a call that returns was acknowledged; a call that raises says whether it may have been applied
+  (`Unknown`) or was certainly not (every other class);
+- lists are complete or they raise: a partial read never looks like a small one;
+- putting is idempotent, deleting what is gone is success;
+- an error names the operation, the code and the request id, never a token or a subscription.
+
+Refuses: increments. An address always carries its complete list of services, so that sending a
+batch twice is harmless.
+
+Imports msgspec and the standard library only: the core may use these types.
+"""
+
+from __future__ import annotations
+
+import importlib
+import ipaddress
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from typing import Any, Literal, Protocol, TypeVar
+
+import msgspec
+
+DEFAULT_SERVICE = "default-natgw"
+"""The provider's own egress: never created, changed, deleted or counted by us."""
+
+
+class Action(StrEnum):
+    """How far an update reaches: the listed entries, or the whole collection."""
+
+    PARTIAL = "PartialUpdate"
+    FULL = "FullUpdate"
+
+
+class ServiceKind(StrEnum):
+    """In which direction a registered service carries traffic."""
+
+    INBOUND = "Inbound"
+    OUTBOUND = "Outbound"
+    BOTH = "InboundOutbound"
+
+    @property
+    def inbound(self) -> bool:
+        """True when load balancers may send traffic to its addresses."""
+        return self is not ServiceKind.OUTBOUND
+
+    @property
+    def outbound(self) -> bool:
+        """True when its addresses leave through a NAT gateway."""
+        return self is not ServiceKind.INBOUND
+
+
+class ServiceRegistration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A service as the gateway knows it.
+
+    `load_balancer` names the load balancer whose pool (of the same name) it feeds, `nat_gateway`
+    the gateway it leaves by; None clears the reference, explicitly.
+    """
+
+    name: str
+    kind: ServiceKind
+    load_balancer: str | None = None
+    nat_gateway: str | None = None
+    default: bool = False
+    """As read: the provider's default for its direction."""
+
+
+class ServiceUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One entry of a service batch: put this registration, or remove it."""
+
+    service: ServiceRegistration
+    delete: bool = False
+
+
+class ServiceBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """One `updateServices` call. FULL replaces every registration, also with nothing."""
+
+    services: tuple[ServiceUpdate, ...]
+    action: Action = Action.PARTIAL
+
+
+class Address(msgspec.Struct, frozen=True, kw_only=True):
+    """A pod address and all services it backs. Without services: delete this address."""
+
+    address: str
+    services: tuple[str, ...] = ()
+
+
+class AddressLocation(msgspec.Struct, frozen=True, kw_only=True):
+    """A node address and the pod addresses behind it. Without addresses: delete this location."""
+
+    location: str
+    addresses: tuple[Address, ...] = ()
+    action: Action = Action.PARTIAL
+
+
+class LocationBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """One `updateAddressLocations` call."""
+
+    locations: tuple[AddressLocation, ...]
+    action: Action = Action.PARTIAL
+
+    def canonical(self) -> LocationBatch:
+        """The same batch with every key once, in canonical text and in a fixed order.
+
+        Entries that name one location in two spellings are merged (the provider refuses
+        duplicates, and dropping the second would lose its addresses).
+        """
+        merged: dict[str, dict[str, set[str]]] = {}
+        full: set[str] = set()
+        for entry in self.locations:
+            key = canonical_ip(entry.location)
+            addresses = merged.setdefault(key, {})
+            if entry.action is Action.FULL:
+                full.add(key)
+            for item in entry.addresses:
+                addresses.setdefault(canonical_ip(item.address), set()).update(
+                    name.lower() for name in item.services
+                )
+        return LocationBatch(
+            action=self.action,
+            locations=tuple(
+                AddressLocation(
+                    location=location,
+                    action=Action.FULL if location in full else Action.PARTIAL,
+                    addresses=tuple(
+                        Address(address=address, services=tuple(sorted(addresses[address])))
+                        for address in sorted(addresses)
+                    ),
+                )
+                for location, addresses in sorted(merged.items())
+            ),
+        )
+
+
+class PublicAddress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A public IP of ours by name. Static: it keeps its address until it is deleted."""
+
+    name: str
+    family: Literal[4, 6] = 4
+    address: str | None = None
+    """As read: the address the provider gave, None while it has given none."""
+    attached_to: str | None = None
+    """As read: the name of the load balancer or NAT gateway that uses it."""
+    etag: str = ""
+
+
+class Rule(msgspec.Struct, frozen=True, kw_only=True, order=True):
+    """One forwarded port. Its name at the provider follows from protocol and frontend port."""
+
+    protocol: Literal["Tcp", "Udp"]
+    frontend_port: int
+    backend_port: int
+    idle_timeout_minutes: int = 4
+
+    @property
+    def name(self) -> str:
+        """`rule-tcp-80` and the like."""
+        return f"rule-{self.protocol.lower()}-{self.frontend_port}"
+
+
+class LoadBalancer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A load balancer of ours: one frontend on a public IP, one pool of its own name, rules."""
+
+    name: str
+    public_ip: str
+    """Name of the public IP of the frontend."""
+    rules: tuple[Rule, ...] = ()
+    """Kept in order of protocol and port, so that what is read equals what was put."""
+    etag: str = ""
+
+
+class NatGateway(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A NAT gateway of ours, its public IPs by name, and whether our gateway uses it."""
+
+    name: str
+    public_ips: tuple[str, ...] = ()
+    public_ips_v6: tuple[str, ...] = ()
+    attached: bool = True
+    etag: str = ""
+
+
+Resource = TypeVar("Resource", PublicAddress, LoadBalancer, NatGateway)
+
+
+def asked(resource: Resource) -> Resource:
+    """The part of a resource that we decide, in fixed order: compare two of these for drift."""
+    if isinstance(resource, PublicAddress):
+        return msgspec.structs.replace(resource, address=None, attached_to=None, etag="")
+    if isinstance(resource, LoadBalancer):
+        return msgspec.structs.replace(resource, rules=tuple(sorted(resource.rules)), etag="")
+    return msgspec.structs.replace(
+        resource,
+        public_ips=tuple(sorted(resource.public_ips)),
+        public_ips_v6=tuple(sorted(resource.public_ips_v6)),
+        etag="",
+    )
+
+
+class Ack(msgspec.Struct, frozen=True, kw_only=True):
+    """The provider has taken a batch. `request_id` is its own, for its support and our history."""
+
+    request_id: str
+    status: int = 200
+    """200: done at once. 202: it took a while and we waited for its end. 0: nothing was sent."""
+
+
+class Provider(Protocol):
+    """What the engine may ask of a cloud.
+
+    `request_id` of a change is ours: it travels with the request, so that a row written before
+    sending can be found again in the provider's logs. Every method may raise a `ProviderError`.
+    """
+
+    async def update_services(self, batch: ServiceBatch, *, request_id: str = "") -> Ack:
+        """Register and unregister services. An empty PARTIAL batch sends nothing."""
+        ...
+
+    async def update_address_locations(self, batch: LocationBatch, *, request_id: str = "") -> Ack:
+        """Map addresses to services. An empty PARTIAL batch sends nothing."""
+        ...
+
+    async def list_services(self) -> list[ServiceRegistration]:
+        """All registrations, the reserved default among them, ordered by name."""
+        ...
+
+    async def list_address_locations(self) -> list[AddressLocation]:
+        """All locations in canonical form, ordered by location and address."""
+        ...
+
+    async def put_public_ip(
+        self, wanted: PublicAddress, *, if_match: str = "", request_id: str = ""
+    ) -> PublicAddress:
+        """Create it or confirm it; returns it as read, with its address when it has one."""
+        ...
+
+    async def get_public_ip(self, name: str) -> PublicAddress | None:
+        """None: there is none of that name."""
+        ...
+
+    async def list_public_ips(self) -> list[PublicAddress]:
+        """All of the resource group, foreign ones too."""
+        ...
+
+    async def delete_public_ip(self, name: str, *, request_id: str = "") -> None:
+        """Gone already is success. `InUse` while something is attached."""
+        ...
+
+    async def put_load_balancer(
+        self, wanted: LoadBalancer, *, if_match: str = "", request_id: str = ""
+    ) -> LoadBalancer:
+        """Create or replace it: a rule that is not listed is removed."""
+        ...
+
+    async def get_load_balancer(self, name: str) -> LoadBalancer | None:
+        """None: there is none of that name."""
+        ...
+
+    async def list_load_balancers(self) -> list[LoadBalancer]:
+        """All of the resource group, foreign ones too (as far as they fit our shape)."""
+        ...
+
+    async def delete_load_balancer(self, name: str, *, request_id: str = "") -> None:
+        """Gone already is success."""
+        ...
+
+    async def put_nat_gateway(
+        self, wanted: NatGateway, *, if_match: str = "", request_id: str = ""
+    ) -> NatGateway:
+        """Create or replace it; `attached=False` clears the reference to our gateway."""
+        ...
+
+    async def get_nat_gateway(self, name: str) -> NatGateway | None:
+        """None: there is none of that name."""
+        ...
+
+    async def list_nat_gateways(self) -> list[NatGateway]:
+        """All of the resource group, foreign ones too."""
+        ...
+
+    async def delete_nat_gateway(self, name: str, *, request_id: str = "") -> None:
+        """Gone already is success."""
+        ...
+
+    async def detach(self, name: str, *, request_id: str = "") -> None:
+        """Part service and NAT gateway `name`: clear the reference on either side.
+
+        The second half runs also when the first had nothing to do or failed; a failure of
+        either is raised in the end.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Give back connections and credentials. Calls in flight fail."""
+        ...
+
+
+class ProviderError(Exception):
+    """A request that did not succeed. Certainly not applied, unless the class is `Unknown`."""
+
+    metric_class = "unknown"
+    """The value of the label `error_code` in metrics."""
+
+    def __init__(
+        self,
+        op: str,
+        message: str,
+        *,
+        code: str = "",
+        status: int = 0,
+        request_id: str = "",
+        retry_after: float | None = None,
+    ) -> None:
+        self.op = op
+        """The operation, e.g. `update_services` or `put_load_balancer`."""
+        self.code = code
+        self.message = message
+        self.status = status
+        self.request_id = request_id
+        self.retry_after = retry_after
+        """Seconds that the provider asked to wait, None when it asked nothing."""
+        facts = [code, f"HTTP {status}" if status else "", request_id and f"request {request_id}"]
+        told = ", ".join(fact for fact in facts if fact)
+        super().__init__(f"{op}: {message}" + (f" ({told})" if told else ""))
+
+
+class Throttled(ProviderError):
+    """429, or our own gate still closed from an earlier one (then nothing was sent)."""
+
+    metric_class = "throttled"
+
+
+class Conflict(ProviderError):
+    """409: another change is under way, or the state does not allow this one now."""
+
+    metric_class = "conflict"
+
+
+class PreconditionFailed(Conflict):
+    """412: the resource changed since it was read. Read again, then try once more."""
+
+
+class InUse(Conflict):
+    """A resource that something else still uses cannot be deleted."""
+
+
+class NotFound(ProviderError):
+    """404 of something that the operation needs: the gateway, the group, a referenced object."""
+
+    metric_class = "not_found"
+
+
+class Invalid(ProviderError):
+    """400 or 422: this content will never be accepted. Bisect, quarantine, go on."""
+
+    metric_class = "invalid"
+
+
+class QuotaExceeded(ProviderError):
+    """The subscription may have no more of this; waiting helps only if someone makes room."""
+
+    metric_class = "quota_exceeded"
+
+
+class OverlayMappings(ProviderError):
+    """A service cannot be unregistered while addresses map to it: drain again, do not retry."""
+
+    metric_class = "conflict"
+
+
+class AuthFailed(ProviderError):
+    """401 or 403, or no token to be had."""
+
+    metric_class = "auth_failed"
+
+
+class Unreachable(ProviderError):
+    """The connection could not be opened: nothing was sent."""
+
+    metric_class = "unreachable"
+
+
+class Unreadable(ProviderError):
+    """The answer to a read is not what we understand; acting on it could delete live things."""
+
+    metric_class = "unreadable"
+
+
+class Unknown(ProviderError):
+    """Timeout, 5xx, connection lost after sending: it may have been applied. Read back or resend.
+
+    `metric_class` is `timeout` or `internal_error`.
+    """
+
+    def __init__(self, op: str, message: str, *, timeout: bool = False, **facts: Any) -> None:
+        super().__init__(op, message, **facts)
+        self.metric_class = "timeout" if timeout else "internal_error"
+
+
+class ProviderSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to reach a provider. All of Azure's names; another provider takes what it needs."""
+
+    provider: str = "azure"
+    """`azure`, `memory`, or `module:function` of a coroutine that takes these settings."""
+    base_url: str = ""
+    """Empty: the public cloud's. The sandbox puts its own here."""
+    subscription_id: str = ""
+    resource_group: str = ""
+    region: str = ""
+    service_gateway: str = "servicegateway"
+    vnet: str = ""
+    vnet_resource_group: str = ""
+    """Empty: the same as `resource_group`."""
+    network_subscription_id: str = ""
+    """Subscription of the network resources. Empty: the same as `subscription_id`."""
+    api_version: str = "2025-09-01"
+    token: str = ""
+    """A fixed bearer token (sandbox). Empty: azure-identity finds a credential."""
+    request_timeout: float = 60.0
+    """Seconds for one HTTP exchange."""
+    operation_timeout: float = 300.0
+    """Seconds for a whole operation, polling included."""
+    poll_interval: float = 5.0
+    """Seconds between two looks at a long-running operation, unless it says otherwise."""
+    max_connections: int = 16
+    rate_limit: float = 0.0
+    """Requests a second that we allow ourselves per gate (reads, writes); 0: no limit."""
+
+    def __repr__(self) -> str:
+        """Without what must not be logged."""
+        return f"ProviderSettings(provider={self.provider!r}, gateway={self.service_gateway!r})"
+
+    def problems(self) -> list[str]:
+        """What keeps these settings from working, one sentence each."""
+        needed = ("subscription_id", "resource_group", "region", "service_gateway", "vnet")
+        missing = [f"{name} is empty, it must be set" for name in needed if not getattr(self, name)]
+        limits = ("request_timeout", "operation_timeout", "poll_interval", "max_connections")
+        return missing + [
+            f"{name} is {getattr(self, name)}, it must be above 0"
+            for name in limits
+            if getattr(self, name) <= 0
+        ]
+
+
+_KNOWN = {
+    "azure": "services.nrp_sync.client:connect",
+    "memory": "services.nrp_sync.memory:connect",
+}
+
+
+async def open_provider(settings: ProviderSettings) -> Provider:
+    """The provider that the settings name; its libraries are imported only here."""
+    target = _KNOWN.get(settings.provider, settings.provider)
+    module, colon, function = target.partition(":")
+    if not colon:
+        raise ValueError(
+            f"provider is {settings.provider!r}, it must be one of {sorted(_KNOWN)} "
+            "or 'module:function'"
+        )
+    connect = getattr(importlib.import_module(module), function)
+    provider: Provider = await connect(settings)
+    return provider
+
+
+def canonical_ip(text: str) -> str:
+    """The one spelling of an address; text that is no address stays as it is, in lower case."""
+    try:
+        return str(ipaddress.ip_address(text.strip()))
+    except ValueError:
+        return text.strip().lower()
+
+
+def canonical_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Service names as a set: lower case, once each, ordered."""
+    return tuple(sorted({name.lower() for name in names}))
+
+
+def addresses_in(locations: Sequence[AddressLocation]) -> int:
+    """How many address entries a batch carries: the number that caps are about."""
+    return sum(len(location.addresses) for location in locations)
