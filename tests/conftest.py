@@ -1,0 +1,110 @@
+"""Servers for tests: one NATS and one Postgres per run, clean for each test, and private ones.
+
+`nats_url`: no stream exists when the test begins. `database_url`: a database of its own, copied
+from a template. `nats_server`, `postgres_server`: a server that this test may kill and restart.
+"""
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator, Iterator
+from urllib.parse import urlsplit, urlunsplit
+
+import asyncpg
+import nats
+import pytest
+
+from tests import infra
+
+_numbers = itertools.count(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--infra",
+        choices=infra.MODES,
+        default=infra.default_mode(),
+        help="where NATS and Postgres come from (default: %(default)s)",
+    )
+
+
+@pytest.fixture(scope="session")
+def infra_mode(request: pytest.FixtureRequest) -> str:
+    return str(request.config.getoption("--infra"))
+
+
+@pytest.fixture(scope="session")
+def shared_nats(infra_mode: str) -> Iterator[infra.Server]:
+    """Many tests' NATS. It is not to be stopped."""
+    external = infra_mode == "external"
+    server = (
+        infra.ExternalServer("LBLEDGER_NATS_URL") if external else infra.nats_server(infra_mode)
+    )
+    asyncio.run(server.start())
+    yield server
+    asyncio.run(server.stop())
+
+
+@pytest.fixture(scope="session")
+def shared_postgres(infra_mode: str) -> Iterator[infra.Server]:
+    """Many tests' Postgres. It is not to be stopped."""
+    if infra_mode == "external":
+        server: infra.Server = infra.ExternalServer("LBLEDGER_DATABASE_URL")
+    else:
+        server = infra.postgres_server(infra_mode)
+    asyncio.run(server.start())
+    yield server
+    asyncio.run(server.stop())
+
+
+@pytest.fixture
+async def nats_url(shared_nats: infra.Server) -> str:
+    """A NATS server without a stream."""
+    client = await nats.connect(shared_nats.url)
+    try:
+        manager = client.jetstream()
+        for stream in await manager.streams_info():
+            await manager.delete_stream(str(stream.config.name))
+    finally:
+        await client.close()
+    return shared_nats.url
+
+
+@pytest.fixture
+async def empty_database_url(shared_postgres: infra.Server) -> AsyncIterator[str]:
+    """A new database with nothing in it."""
+    async for url in _database(shared_postgres.url, "template1"):
+        yield url
+
+
+@pytest.fixture
+async def nats_server(infra_mode: str) -> AsyncIterator[infra.Server]:
+    """A NATS server of this test's own, to be killed and restarted as it likes."""
+    server = infra.nats_server(infra_mode)
+    await server.start()
+    yield server
+    await server.stop()
+
+
+@pytest.fixture
+async def postgres_server(infra_mode: str) -> AsyncIterator[infra.Server]:
+    """A Postgres server of this test's own, to be killed and restarted as it likes."""
+    server = infra.postgres_server(infra_mode)
+    await server.start()
+    yield server
+    await server.stop()
+
+
+async def _database(server_url: str, template: str) -> AsyncIterator[str]:
+    name = f"test_{os.getpid()}_{next(_numbers)}"
+    admin = await asyncpg.connect(server_url)
+    try:
+        await admin.execute(f'create database "{name}" template "{template}"')
+        yield _with_database(server_url, name)
+        await admin.execute(f'drop database "{name}" with (force)')
+    finally:
+        await admin.close()
+
+
+def _with_database(url: str, name: str) -> str:
+    return urlunsplit(urlsplit(url)._replace(path=f"/{name}"))

@@ -1,0 +1,37 @@
+"""Waiting for a condition with a deadline: what tests do in place of sleeping and hoping."""
+
+import asyncio
+import inspect
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def eventually(
+    condition: Callable[[], T | Awaitable[T]],
+    timeout: float = 10.0,
+    *,
+    interval: float = 0.02,
+    message: str = "",
+) -> T:
+    """The first true value of the condition; AssertionError with its last value after the time.
+
+    A condition that raises AssertionError counts as not yet true, so it may assert details.
+    """
+    deadline = time.monotonic() + timeout
+    last: object = None
+    while True:
+        try:
+            value = condition()
+            found: T = await value if inspect.isawaitable(value) else value  # type: ignore[assignment]
+            if found:
+                return found
+            last = found
+        except AssertionError as error:
+            last = error
+        if time.monotonic() >= deadline:
+            what = message or getattr(condition, "__name__", "condition")
+            raise AssertionError(f"{what}: not true within {timeout:g} s; last value: {last!r}")
+        await asyncio.sleep(interval)
