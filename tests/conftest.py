@@ -1,7 +1,8 @@
 """Servers for tests: one NATS and one Postgres per run, clean for each test, and private ones.
 
-`nats_url`: no stream exists when the test begins. `database_url`: a database of its own, copied
-from a template. `nats_server`, `postgres_server`: a server that this test may kill and restart.
+`nats_url`: no stream exists when the test begins. `database_url`: a database of its own with our
+tables, copied from a template; `empty_database_url`: one with nothing in it. `nats_server`,
+`postgres_server`: a server that this test may kill and restart.
 """
 
 import asyncio
@@ -58,16 +59,35 @@ def shared_postgres(infra_mode: str) -> Iterator[infra.Server]:
 
 
 @pytest.fixture
-async def nats_url(shared_nats: infra.Server) -> str:
-    """A NATS server without a stream."""
+async def nats_url(shared_nats: infra.Server, infra_mode: str) -> str:
+    """A NATS server without a stream (somebody else's server: without those that tests make)."""
     client = await nats.connect(shared_nats.url)
     try:
         manager = client.jetstream()
         for stream in await manager.streams_info():
-            await manager.delete_stream(str(stream.config.name))
+            name = str(stream.config.name)
+            if infra_mode != "external" or name in ("KUBE", "LB") or name.startswith("TEST"):
+                await manager.delete_stream(name)
     finally:
         await client.close()
     return shared_nats.url
+
+
+@pytest.fixture(scope="session")
+def database_template(shared_postgres: infra.Server) -> Iterator[str]:
+    """The name of a database with every migration applied, made once per run."""
+    name = f"test_template_{os.getpid()}"
+    asyncio.run(_execute(shared_postgres.url, f'create database "{name}"'))
+    infra.migrate(_with_database(shared_postgres.url, name))
+    yield name
+    asyncio.run(_execute(shared_postgres.url, f'drop database "{name}" with (force)'))
+
+
+@pytest.fixture
+async def database_url(shared_postgres: infra.Server, database_template: str) -> AsyncIterator[str]:
+    """A new database with all our tables, empty."""
+    async for url in _database(shared_postgres.url, database_template):
+        yield url
 
 
 @pytest.fixture
@@ -104,6 +124,14 @@ async def _database(server_url: str, template: str) -> AsyncIterator[str]:
         await admin.execute(f'drop database "{name}" with (force)')
     finally:
         await admin.close()
+
+
+async def _execute(url: str, statement: str) -> None:
+    connection = await asyncpg.connect(url)
+    try:
+        await connection.execute(statement)
+    finally:
+        await connection.close()
 
 
 def _with_database(url: str, name: str) -> str:

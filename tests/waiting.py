@@ -25,7 +25,7 @@ async def eventually(
     while True:
         try:
             value = condition()
-            found: T = await value if inspect.isawaitable(value) else value  # type: ignore[assignment]
+            found: T = await value if inspect.isawaitable(value) else value
             if found:
                 return found
             last = found
