@@ -236,6 +236,8 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ready: bool
     state: str
     reason: str = ""  # last error of the check
+    port: int = 0  # where the backend has a port of its own (explicit backends only)
+    since: datetime | None = None  # when the check that brought this state ended
 
 
 class BackendsResolved(Event, frozen=True, kw_only=True, tag="BackendsResolved.v1"):
@@ -247,10 +249,13 @@ class BackendsResolved(Event, frozen=True, kw_only=True, tag="BackendsResolved.v
     ports: list[SlicePort]
     backends: list[Backend]
     matched: int  # backends that match, with or without an address
-    dummy: str = ""  # address of the dummy endpoint while it stands in
+    dummy: str = ""  # address of the dummy endpoint while it stands in the IPv4 slice
+    dummy6: str = ""  # the same in the IPv6 slice
+    families: list[str] = ["IPv4"]  # slices there are to be
     checked: bool = False  # a health check is on
+    held: str = ""  # see HealthChanged
     reason: str = ""  # InvalidHealthCheck, InvalidSelector ...: the spec can't be followed as it is
-    message: str = ""
+    message: str = ""  # without a reason: a remark, nothing is wrong
 
 
 class HealthChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -259,17 +264,24 @@ class HealthChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     state: str
     ready: bool
     reason: str = ""
+    since: datetime | None = None  # when the check that brought this state ended
 
 
 class HealthChanged(Event, frozen=True, kw_only=True, tag="HealthChanged.v1"):
-    """Verdicts that changed since the last BackendsResolved or HealthChanged of the owner."""
+    """Verdicts that changed since the last BackendsResolved or HealthChanged of the owner.
+
+    `dummy`, `dummy6` and `held` are the whole truth after it. `held` says why failures are not
+    acted on: everything failed at once, so the fault is taken for the prober's own.
+    """
 
     owner: Owner
     revision: int
     changes: list[HealthChange]
-    healthy: int
-    total: int
+    healthy: int  # ready backends
+    total: int  # backends with an address
     dummy: str = ""
+    dummy6: str = ""
+    held: str = ""
 
 
 class ProviderOperationStarted(Event, frozen=True, kw_only=True, tag="ProviderOperationStarted.v1"):

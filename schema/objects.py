@@ -73,21 +73,39 @@ class Condition(View, frozen=True, kw_only=True):
 # --- loadbalancer.harvesterhci.io/v1beta1 -------------------------------------------------------
 
 
-class Listener(View, frozen=True, kw_only=True):
-    name: str = ""
-    port: int = 0
-    protocol: str = "TCP"
-    backend_port: int = 0
-
-
 class HealthCheck(View, frozen=True, kw_only=True):
-    """`port` 0 means disabled; a 0 elsewhere means the default."""
+    """`port` 0 means disabled (in a listener: its backendPort); a 0 elsewhere means the default.
+
+    The fields from `protocol` on are extensions.
+    """
 
     port: int = 0
     success_threshold: int = 0
     failure_threshold: int = 0
     period_seconds: int = 0
     timeout_seconds: int = 0
+    protocol: str = ""  # TCP (the default) | HTTP | HTTPS | GRPC | UDP
+    path: str = ""  # HTTP, HTTPS; "" is /
+    host: str = ""  # HTTP, HTTPS, GRPC: Host header and TLS name; "" is the backend's address
+    codes: str = ""  # HTTP, HTTPS: expected, as "200-299,404"; "" is 200-399
+    service: str = ""  # GRPC: name to ask for; "" is the whole server
+    insecure_skip_verify: bool = False  # HTTPS: take any certificate
+
+
+class Listener(View, frozen=True, kw_only=True):
+    name: str = ""
+    port: int = 0
+    protocol: str = "TCP"
+    backend_port: int = 0
+    health_check: HealthCheck | None = None  # in place of the load balancer's (extension)
+
+
+class ExplicitBackend(View, frozen=True, kw_only=True):
+    """A backend that is no Kubernetes object."""
+
+    name: str = ""
+    address: str = ""
+    port: int = 0  # 0: the listener's backendPort
 
 
 class LoadBalancerSpec(View, frozen=True, kw_only=True):
@@ -99,6 +117,10 @@ class LoadBalancerSpec(View, frozen=True, kw_only=True):
     listeners: list[Listener] | None = None
     backend_server_selector: dict[str, list[str]] | None = None
     health_check: HealthCheck | None = None
+    backend_pod_selector: dict[str, list[str]] | None = None  # as the one above, of pods (extension)
+    backends: list[ExplicitBackend] | None = None  # extension
+    backend_network: str = ""  # interface, or network as namespace/name, of the VMs (extension)
+    ip_families: list[str] | None = None  # IPv4 (the default), IPv6 or both (extension)
 
 
 class AllocatedAddress(View, frozen=True, kw_only=True):
@@ -176,8 +198,22 @@ class VMIStatus(View, frozen=True, kw_only=True):
     interfaces: list[VMInterface] | None = None
 
 
+class MultusNetwork(View, frozen=True, kw_only=True):
+    network_name: str = ""  # [namespace/]name of a NetworkAttachmentDefinition
+
+
+class VMNetwork(View, frozen=True, kw_only=True):
+    name: str = ""
+    multus: MultusNetwork | None = None
+
+
+class VMISpec(View, frozen=True, kw_only=True):
+    networks: list[VMNetwork] | None = None
+
+
 class VirtualMachineInstance(View, frozen=True, kw_only=True):
     metadata: ObjectMeta
+    spec: VMISpec | None = None
     status: VMIStatus | None = None
 
 
