@@ -251,7 +251,7 @@ class BackendsResolved(Event, frozen=True, kw_only=True, tag="BackendsResolved.v
     matched: int  # backends that match, with or without an address
     dummy: str = ""  # address of the dummy endpoint while it stands in the IPv4 slice
     dummy6: str = ""  # the same in the IPv6 slice
-    families: list[str] = ["IPv4"]  # slices there are to be
+    families: list[str] = []  # slices there are to be; empty is IPv4 alone
     checked: bool = False  # a health check is on
     held: str = ""  # see HealthChanged
     reason: str = ""  # InvalidHealthCheck, InvalidSelector ...: the spec can't be followed as it is

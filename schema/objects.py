@@ -117,7 +117,9 @@ class LoadBalancerSpec(View, frozen=True, kw_only=True):
     listeners: list[Listener] | None = None
     backend_server_selector: dict[str, list[str]] | None = None
     health_check: HealthCheck | None = None
-    backend_pod_selector: dict[str, list[str]] | None = None  # as the one above, of pods (extension)
+    backend_pod_selector: dict[str, list[str]] | None = (
+        None  # as the one above, of pods (extension)
+    )
     backends: list[ExplicitBackend] | None = None  # extension
     backend_network: str = ""  # interface, or network as namespace/name, of the VMs (extension)
     ip_families: list[str] | None = None  # IPv4 (the default), IPv6 or both (extension)
