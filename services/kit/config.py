@@ -1,0 +1,301 @@
+"""Settings: built-in defaults, then a TOML file, then the environment. Checked once, at start.
+
+The file is named by LBLEDGER_CONFIG (or `--config`). A setting in section `prober` named
+`dial_map` is `[prober] dial_map = [...]` in the file and LBLEDGER_PROBER_DIAL_MAP in the
+environment; settings without a section have just their name. Lists in the environment are
+comma-separated (or JSON). A wrong or unknown setting stops the process with one line that names
+the setting, its source, the value and what would be right. Secrets are `Secret` and print masked.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, get_args, get_origin, get_type_hints
+
+import msgspec
+
+ENV_PREFIX: Final = "LBLEDGER_"
+MASK: Final = "********"
+
+
+class ConfigError(ValueError):
+    """A setting that can't be used; the text is meant for the person who set it."""
+
+
+class Secret(str):
+    """Text that must not be shown: repr and format are masked, `reveal()` gives it."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return repr(MASK if str.__str__(self) else "")
+
+    def __str__(self) -> str:
+        return MASK if len(self) else ""
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
+
+    def reveal(self) -> str:
+        return str.__str__(self)
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every group of settings."""
+
+
+class NatsSettings(Section, frozen=True, kw_only=True):
+    url: str = "nats://127.0.0.1:4222"
+    user: str = ""
+    password: Secret = Secret("")
+    token: Secret = Secret("")
+    credentials: str = ""  # path of a .creds file
+    tls_ca: str = ""
+    replicas: int = 1  # of each stream
+
+
+class DatabaseSettings(Section, frozen=True, kw_only=True):
+    url: Secret = Secret("postgresql://lbledger@127.0.0.1:5432/lbledger")
+    pool_size: int = 4
+    statement_timeout_s: float = 30.0
+    connect_timeout_s: float = 10.0
+
+
+class KubeSettings(Section, frozen=True, kw_only=True):
+    kubeconfig: str = ""  # "" with a service account mounted: in-cluster
+    context: str = ""
+
+
+class LogSettings(Section, frozen=True, kw_only=True):
+    level: str = "info"  # debug | info | warning | error
+    format: str = "auto"  # json | console | auto: console on a terminal
+
+
+class HealthSettings(Section, frozen=True, kw_only=True):
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: any free port; -1: no server
+
+
+class ProjectorSettings(Section, frozen=True, kw_only=True):
+    batch: int = 500
+    beat_s: float = 1.0  # how often the active replica proves that it still holds the fence
+    effects_deadline_s: float = 3.0  # without a proof for this long, no effects outside
+    takeover_poll_s: float = 0.5
+
+
+class WatcherSettings(Section, frozen=True, kw_only=True):
+    namespaces: tuple[str, ...] = ()  # empty: all
+    selectors: dict[str, str] = {}  # plural -> label selector
+    republish_s: float = 7 * 86_400.0
+    page_size: int = 500
+    watch_timeout_s: float = 290.0
+    idle_s: float = 120.0  # no byte for this long: the watch is taken for dead
+    absent_poll_s: float = 10.0
+    relist_jitter_s: float = 1.0
+
+
+class AllocatorSettings(Section, frozen=True, kw_only=True):
+    classless: bool = False  # also take Services of type LoadBalancer without a class
+
+
+class ProberSettings(Section, frozen=True, kw_only=True):
+    dial_map: tuple[str, ...] = ()  # "CIDR=CIDR": dial the second for objects that say the first
+    dummy_address: str = "10.52.0.255"
+
+
+class NrpSettings(Section, frozen=True, kw_only=True):
+    classless: bool = False
+    endpoint: str = ""  # base URL of the provider's API
+    subscription: str = "00000000-0000-0000-0000-000000000000"
+    resource_group: str = "lbledger"
+    gateway: str = "gateway"
+    location: str = "local"
+    virtual_network: str = "vnet"
+    token: Secret = Secret("")  # a fixed bearer token (sandbox); empty: azure-identity's chain
+
+
+class ApplierSettings(Section, frozen=True, kw_only=True):
+    announcer: str = "none"  # kube-vip | metallb | cilium | none
+    workers: int = 16
+    echo_s: float = 0.2
+    pool_status_s: float = 1.0
+    pool_map_entries: int = 1000
+
+
+class Settings(Section, frozen=True, kw_only=True):
+    nats: NatsSettings = NatsSettings()
+    database: DatabaseSettings = DatabaseSettings()
+    kube: KubeSettings = KubeSettings()
+    log: LogSettings = LogSettings()
+    health: HealthSettings = HealthSettings()
+    projector: ProjectorSettings = ProjectorSettings()
+    watcher: WatcherSettings = WatcherSettings()
+    allocator: AllocatorSettings = AllocatorSettings()
+    prober: ProberSettings = ProberSettings()
+    nrp: NrpSettings = NrpSettings()
+    applier: ApplierSettings = ApplierSettings()
+
+
+_CONFIG_VARIABLE: Final = "LBLEDGER_CONFIG"
+# Kubernetes puts these into every pod beside a Service called lbledger-something.
+_SERVICE_LINK: Final = re.compile(
+    r"_(SERVICE_HOST|SERVICE_PORT\w*|PORT|PORT_\d+_(TCP|UDP|SCTP)\w*)$"
+)
+
+
+def load(env: Mapping[str, str] | None = None, config: str | None = None) -> Settings:
+    """Read the settings; raises ConfigError."""
+    env = os.environ if env is None else env
+    path = config or env.get(_CONFIG_VARIABLE, "")
+    data = _from_file(Path(path)) if path else {}
+    known = dict(_fields())
+    for section, values in data.items():
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}: {section!r} must be a section, like [{section}]")
+        for name in values:
+            if (section, name) not in known:
+                raise ConfigError(f"{path}: unknown setting [{section}] {name}{_near(name)}")
+    by_variable = {_variable(section, name): (section, name) for section, name in known}
+    for variable, text in env.items():
+        if not variable.startswith(ENV_PREFIX) or variable == _CONFIG_VARIABLE:
+            continue
+        if variable not in by_variable:
+            if _SERVICE_LINK.search(variable):
+                continue
+            raise ConfigError(f"unknown setting {variable} in the environment{_near(variable)}")
+        section, name = by_variable[variable]
+        data.setdefault(section, {})[name] = _parse(variable, text, known[section, name])
+    try:
+        settings = msgspec.convert(data, Settings, dec_hook=_decode_secret)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"bad setting: {error}") from error
+    _check(settings)
+    return settings
+
+
+def show(settings: Settings) -> dict[str, Any]:
+    """The effective settings as plain data, secrets masked, passwords cut out of URLs."""
+    shown: dict[str, Any] = msgspec.to_builtins(settings, enc_hook=_mask, str_keys=True)
+    for section, name in _secret_fields():
+        if shown[section][name]:
+            shown[section][name] = MASK
+    shown["nats"]["url"] = public_url(settings.nats.url)
+    return shown
+
+
+def public_url(url: str) -> str:
+    """The URL without user and password, fit for a log line."""
+    head, sep, rest = str.__str__(url).partition("://")
+    if not sep:
+        return "<unreadable URL>"
+    return f"{head}://{rest.rpartition('@')[2].partition('?')[0]}"
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"can't read the configuration {path}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+
+
+def _fields() -> Iterator[tuple[tuple[str, str], Any]]:
+    for section, cls in get_type_hints(Settings).items():
+        for name, hint in get_type_hints(cls).items():
+            if not name.startswith("__"):
+                yield (section, name), hint
+
+
+def _secret_fields() -> list[tuple[str, str]]:
+    return [key for key, hint in _fields() if hint is Secret]
+
+
+def _variable(section: str, name: str) -> str:
+    return f"{ENV_PREFIX}{section}_{name}".upper()
+
+
+def _near(name: str) -> str:
+    names = [_variable(s, n) for (s, n), _ in _fields()] if name.isupper() else []
+    names = names or [n for (_, n), _ in _fields()]
+    found = difflib.get_close_matches(name, names, n=1)
+    return f" (did you mean {found[0]}?)" if found else ""
+
+
+def _parse(variable: str, text: str, hint: Any) -> Any:
+    kind = get_origin(hint) or hint
+    try:
+        if kind is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[text.strip().lower()]
+        if kind is int:
+            return int(text)
+        if kind is float:
+            return float(text)
+        if kind in (tuple, list):
+            if text.strip().startswith("["):
+                return msgspec.json.decode(text)
+            return [part.strip() for part in text.split(",") if part.strip()]
+        if kind is dict:
+            if text.strip().startswith("{"):
+                return msgspec.json.decode(text)
+            return dict(part.strip().split("=", 1) for part in text.split(",") if part.strip())
+    except (KeyError, ValueError) as error:
+        shape = {bool: "true or false", int: "a whole number", float: "a number"}.get(
+            kind, f"a comma-separated list ({get_args(hint)})"
+        )
+        raise ConfigError(f"{variable}={text!r}: must be {shape}") from error
+    return text
+
+
+def _decode_secret(kind: type, value: object) -> object:
+    if kind is Secret and isinstance(value, str):
+        return Secret(value)
+    raise NotImplementedError(kind)  # msgspec's word for "not mine"
+
+
+def _mask(value: object) -> object:
+    if isinstance(value, Secret):
+        return str(value)
+    raise NotImplementedError(type(value))  # msgspec's word for "not mine"
+
+
+def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} is {value!r}: must be one of {', '.join(choices)}")
+
+
+def _positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise ConfigError(f"{name} is {value}: must be greater than 0")
+
+
+def _check(settings: Settings) -> None:
+    """What types can't say. Every message names the setting, the value and what would be right."""
+    _choice("log.level", settings.log.level, ("debug", "info", "warning", "error"))
+    _choice("log.format", settings.log.format, ("auto", "json", "console"))
+    _choice(
+        "applier.announcer", settings.applier.announcer, ("none", "kube-vip", "metallb", "cilium")
+    )
+    for name, value in (
+        ("projector.batch", settings.projector.batch),
+        ("projector.beat_s", settings.projector.beat_s),
+        ("watcher.republish_s", settings.watcher.republish_s),
+        ("watcher.idle_s", settings.watcher.idle_s),
+        ("applier.workers", settings.applier.workers),
+        ("database.pool_size", settings.database.pool_size),
+        ("nats.replicas", settings.nats.replicas),
+    ):
+        _positive(name, value)
+    if not settings.nats.url.startswith(("nats://", "tls://", "ws://", "wss://")):
+        raise ConfigError(
+            f"nats.url is {public_url(settings.nats.url)!r}: must start with nats:// or tls://"
+        )
+    if not settings.database.url.startswith(("postgresql://", "postgres://")):
+        raise ConfigError("database.url: must start with postgresql://")
+    if settings.projector.effects_deadline_s <= settings.projector.beat_s:
+        raise ConfigError("projector.effects_deadline_s must be greater than projector.beat_s")
