@@ -37,7 +37,7 @@ from services.kit.bus import Bus, BusError, Message, Puller
 from services.kit.db import plain_error
 from services.kit.mirror import next_epoch
 from services.kit.outbox import Outbox
-from services.kit.records import Hole, Poison, Projection, Record, Source, Work
+from services.kit.records import Hole, Poison, Projection, Record, Settling, Source, Work
 from services.kit.retry import Backoff, wait_or_stop
 from services.kit.runtime import Runtime
 
@@ -352,6 +352,12 @@ class Projector:
             work.begin(None)
             try:
                 self._projection.local(item, work)
+            except Exception as error:
+                raise _Misapplied from error
+        if isinstance(self._projection, Settling):
+            work.begin(None)
+            try:
+                self._projection.settle(work)
             except Exception as error:
                 raise _Misapplied from error
         await self._write(work, dead, offsets, engine, outbox)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -110,3 +110,10 @@ class Projection(Protocol):
     def known(self) -> Iterable[tuple[ObjectRef, str]]: ...
 
     def committed(self) -> None: ...
+
+
+@runtime_checkable
+class Settling(Protocol):
+    """A projection that decides once for a whole batch: called after its last record and item."""
+
+    def settle(self, work: Work) -> None: ...
