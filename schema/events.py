@@ -26,54 +26,67 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_de
 
 
 # --- facts: stream KUBE, by the watcher ---------------------------------------------------------
+#
+# `omitted` names the parts of a view that were left out to fit the bus's limit on a message.
 
 
 class LoadBalancerSeen(Event, frozen=True, kw_only=True, tag="LoadBalancerSeen.v1"):
     object: objects.LoadBalancer
+    omitted: list[str] = []
 
 
 class IPPoolSeen(Event, frozen=True, kw_only=True, tag="IPPoolSeen.v1"):
     object: objects.IPPool
+    omitted: list[str] = []
 
 
 class VirtualMachineInstanceSeen(
     Event, frozen=True, kw_only=True, tag="VirtualMachineInstanceSeen.v1"
 ):
     object: objects.VirtualMachineInstance
+    omitted: list[str] = []
 
 
 class VirtualMachineSeen(Event, frozen=True, kw_only=True, tag="VirtualMachineSeen.v1"):
     object: objects.VirtualMachine
+    omitted: list[str] = []
 
 
 class NetworkAttachmentDefinitionSeen(
     Event, frozen=True, kw_only=True, tag="NetworkAttachmentDefinitionSeen.v1"
 ):
     object: objects.NetworkAttachmentDefinition
+    omitted: list[str] = []
 
 
 class NamespaceSeen(Event, frozen=True, kw_only=True, tag="NamespaceSeen.v1"):
     object: objects.Namespace
+    omitted: list[str] = []
 
 
 class NodeSeen(Event, frozen=True, kw_only=True, tag="NodeSeen.v1"):
     object: objects.Node
+    omitted: list[str] = []
 
 
 class ServiceSeen(Event, frozen=True, kw_only=True, tag="ServiceSeen.v1"):
     object: objects.Service
+    omitted: list[str] = []
 
 
 class EndpointSliceSeen(Event, frozen=True, kw_only=True, tag="EndpointSliceSeen.v1"):
     object: objects.EndpointSlice
+    omitted: list[str] = []
 
 
 class PodSeen(Event, frozen=True, kw_only=True, tag="PodSeen.v1"):
     object: objects.Pod
+    omitted: list[str] = []
 
 
 class ConfigMapSeen(Event, frozen=True, kw_only=True, tag="ConfigMapSeen.v1"):
     object: objects.ConfigMap
+    omitted: list[str] = []
 
 
 class ObjectGone(Event, frozen=True, kw_only=True, tag="ObjectGone.v1"):
