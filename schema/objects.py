@@ -123,6 +123,9 @@ class LoadBalancerSpec(View, frozen=True, kw_only=True):
     backends: list[ExplicitBackend] | None = None  # extension
     backend_network: str = ""  # interface, or network as namespace/name, of the VMs (extension)
     ip_families: list[str] | None = None  # IPv4 (the default), IPv6 or both (extension)
+    external_traffic_policy: str = ""  # this and the next two: passed on to the Service (extension)
+    session_affinity: str = ""
+    allocate_load_balancer_node_ports: bool | None = None
 
 
 class AllocatedAddress(View, frozen=True, kw_only=True):
@@ -132,10 +135,20 @@ class AllocatedAddress(View, frozen=True, kw_only=True):
     gateway: str = ""
 
 
+class BackendStatus(View, frozen=True, kw_only=True):
+    name: str = ""
+    address: str = ""
+    ready: bool = False
+    state: str = ""
+    message: str = ""
+    since: str = ""
+
+
 class LoadBalancerStatus(View, frozen=True, kw_only=True):
     allocated_address: AllocatedAddress | None = None
     address: str = ""
     backend_servers: list[str] | None = None
+    backends: list[BackendStatus] | None = None  # extension
     conditions: list[Condition] | None = None
 
 
