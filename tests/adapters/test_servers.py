@@ -132,7 +132,7 @@ async def test_programs_are_copied_when_the_user_cannot_reach_them(
     user = pgtemplate.postgres_user()
     found = pgtemplate.programs(user)
     try:
-        argv = [found / "postgres", "--version"]
+        argv: list[str | Path] = [found / "postgres", "--version"]
         uid = user.uid if user else None
         process = await asyncio.create_subprocess_exec(*argv, stdout=PIPE, user=uid)
         output, _ = await process.communicate()
