@@ -136,6 +136,7 @@ class EpochStarted(Event, frozen=True, kw_only=True, tag="EpochStarted.v1"):
     epoch: str
     previous: str = ""
     reason: str
+    created: str = ""  # when the stream was, which tells it from its successor
 
 
 # --- decisions: stream LB -----------------------------------------------------------------------
