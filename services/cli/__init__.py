@@ -118,7 +118,7 @@ def lb_list(
 
 @lb_app.command("show")
 def lb_show(name: str, as_json: Json = False) -> None:
-    """One load balancer (NAMESPACE/NAME, or services/NAMESPACE/NAME): lease, backends, conditions."""
+    """One load balancer, NAMESPACE/NAME or services/NAMESPACE/NAME, with its backends."""
     _call("services.cli.looking", "lb_show", name, as_json)
 
 

@@ -23,9 +23,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from schema import events, subjects
 from schema.tables import service_tables
-from services.kit.bus import Bus, BusError, Outgoing, Publisher, TooLarge
+from services.kit.bus import Bus, Outgoing, Publisher, TooLarge
 from services.kit.records import Emitted
-from services.kit.retry import Backoff
 
 log = structlog.get_logger()
 _published = Counter("lbledger_outbox_published_total", "Decisions acknowledged by the stream")
@@ -35,6 +34,7 @@ STREAM = "LB"
 CHUNK = 500
 BATCH_FROM = 64  # below this, single publishes answer sooner than one atomic batch
 BACKLOG_LIMIT = 20_000
+PUBLISH_DEADLINE_S = 15.0
 
 
 class Row(NamedTuple):
@@ -167,21 +167,15 @@ class Outbox:
         return True
 
     async def run(self, bus: Bus) -> None:
-        """Relay until cancelled."""
-        publisher = bus.publisher(STREAM)
-        backoff = Backoff(first=0.1, cap=5.0)
+        """Relay until cancelled; a BusError ends it (the projector makes the stream again)."""
+        publisher = bus.publisher(STREAM, deadline=PUBLISH_DEADLINE_S)
         try:
             await self._skip_sent(bus)
             while True:
-                try:
-                    if not self._waiting:
-                        await self._rest()
-                        continue
+                if self._waiting:
                     await self._send(publisher)
-                    backoff.reset()
-                except BusError as error:
-                    log.warning("outbox.publish_failed", why=str(error), pending=len(self._waiting))
-                    await backoff.wait()
+                else:
+                    await self._rest()
         finally:
             await publisher.close()
 

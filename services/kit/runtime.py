@@ -12,9 +12,10 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 import msgspec
 import structlog
@@ -61,7 +62,7 @@ class Runtime:
                     user=nats.user or None,
                     password=nats.password.reveal() or None,
                     token=nats.token.reveal() or None,
-                    creds=nats.credentials or None,
+                    creds=Path(nats.credentials) if nats.credentials else None,
                     on_state=self._on_bus,
                 )
             )
@@ -91,12 +92,13 @@ class Runtime:
             await self._engine.dispose()
         await self.health.close()
 
-    async def _or_stop(self, connecting: Awaitable[Bus]) -> Bus:
+    async def _or_stop(self, connecting: Coroutine[Any, Any, Bus]) -> Bus:
         """A connection attempt goes on for ever, but not past a stop."""
-        attempt = asyncio.ensure_future(connecting)
-        stop = asyncio.ensure_future(self.stop.wait())
+        attempt = asyncio.create_task(connecting)
+        stop = asyncio.create_task(self.stop.wait())
         try:
-            await asyncio.wait({attempt, stop}, return_when=asyncio.FIRST_COMPLETED)
+            both: set[asyncio.Task[Any]] = {attempt, stop}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if not attempt.done():
                 raise Stopped
             return attempt.result()
@@ -139,7 +141,8 @@ async def _run(name: str, run: Run, settings: Settings) -> int:
     task: asyncio.Future[None] = asyncio.ensure_future(run(rt))
     stopping = asyncio.ensure_future(rt.stop.wait())
     logger.info("service.started", pid=os.getpid())
-    await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    both: set[asyncio.Future[Any]] = {task, stopping}
+    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
     if not task.done():
         logger.info("service.stopping")
         await asyncio.wait({task}, timeout=SHUTDOWN_S - 1.0)
