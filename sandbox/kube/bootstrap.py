@@ -1,0 +1,65 @@
+"""What a new cluster holds before anybody writes, and the kubeconfig that reaches it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import yaml
+
+from sandbox.kube.resources import Object, Registry
+from sandbox.kube.store import Store
+from sandbox.kube.writes import Options, Writer
+
+_NAMESPACES = ("default", "kube-node-lease", "kube-public", "kube-system")
+
+
+def bootstrap(writer: Writer, registry: Registry, store: Store) -> None:
+    """Create the usual namespaces and the Service of the API itself, where they are missing."""
+    spaces = registry.find("", "v1", "namespaces")
+    services = registry.find("", "v1", "services")
+    assert spaces is not None
+    assert services is not None
+    for name in _NAMESPACES:
+        if store.get("namespaces", ("", name)) is None:
+            writer.create(spaces, "", name, _object("Namespace", name), Options("kube-apiserver"))
+    if store.get("services", ("default", "kubernetes")) is None:
+        service = _object("Service", "kubernetes") | {
+            "spec": {
+                "clusterIP": "10.96.0.1",
+                "ports": [{"name": "https", "port": 443, "targetPort": 6443}],
+            }
+        }
+        service["metadata"]["labels"] = {
+            "component": "apiserver",
+            "provider": "kubernetes",
+        }
+        writer.create(services, "default", "kubernetes", service, Options("kube-apiserver"))
+
+
+def _object(kind: str, name: str) -> Object:
+    return {"apiVersion": "v1", "kind": kind, "metadata": {"name": name}}
+
+
+def kubeconfig(path: Path, url: str, token: str) -> Path:
+    """Write a kubeconfig with the token in it, readable by its owner only."""
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "sandbox", "cluster": {"server": url}}],
+        "users": [{"name": "sandbox", "user": {"token": token}}],
+        "contexts": [
+            {
+                "name": "sandbox",
+                "context": {"cluster": "sandbox", "user": "sandbox", "namespace": "default"},
+            }
+        ],
+        "current-context": "sandbox",
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".new")
+    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(handle, "w") as file:
+        yaml.safe_dump(config, file, sort_keys=False)
+    draft.replace(path)
+    return path

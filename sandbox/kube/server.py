@@ -1,0 +1,433 @@
+"""The HTTP side: who may ask, which handler answers, and in what form.
+
+`KubeServer` is a development server. It listens on loopback, knows one bearer token, keeps its
+objects in memory (and in a folder, if it is given one), and behaves towards clients as a
+kube-apiserver 1.36 does. It is not secure, not replicated, and runs no controllers but garbage
+collection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from sandbox.kube import admin, bodies, discovery, openapi, reads, requests
+from sandbox.kube.bootstrap import bootstrap, kubeconfig
+from sandbox.kube.builtin import builtin
+from sandbox.kube.collector import Collector
+from sandbox.kube.crds import definition
+from sandbox.kube.deletes import Deleter, delete_options
+from sandbox.kube.errors import ApiError, PlainError
+from sandbox.kube.faults import Cut, Fault, Faults
+from sandbox.kube.journal import Journal
+from sandbox.kube.requests import Target
+from sandbox.kube.resources import Object, Registry
+from sandbox.kube.store import Store
+from sandbox.kube.watches import Watch, error_line
+from sandbox.kube.writes import Options, Writer
+
+_JSON = "application/json"
+_MAX_BODY = 3 * 1024 * 1024
+_PUBLIC = ("/healthz", "/livez", "/readyz", "/version")
+_VERBS_WITH_BODY = ("create", "update", "patch")
+_encode = msgspec.json.encode
+
+
+class KubeServer:
+    """A small Kubernetes API on loopback.
+
+    `faults` orders trouble and counts requests; `cut_watches`, `compact` and `rotate_token` do
+    what their names say. All of it can be reached under `/sandbox/` as well.
+    """
+
+    def __init__(
+        self,
+        *,
+        port: int = 0,
+        token: str | None = None,
+        state: Path | str | None = None,
+        history: int = 20_000,
+        bookmark_every: float = 60.0,
+        longest_watch: float = 3600.0,
+        max_object: int = 1536 * 1024,
+    ) -> None:
+        self.token = token or secrets.token_urlsafe(24)
+        self.faults = Faults()
+        self.store = Store(history=history)
+        self.registry = Registry(builtin())
+        self.registry.add(definition(self.registry))
+        self.writer = Writer(self.registry, self.store, max_object=max_object)
+        self._deleter = Deleter(self.store, self.writer)
+        self._collector = Collector(self.registry, self.store, self.writer, self._deleter)
+        self._journal = Journal(Path(state)) if state is not None else None
+        self._bookmark_every = bookmark_every
+        self._longest_watch = longest_watch
+        self._port = port
+        self._old_tokens: set[str] = set()
+        self._watches: dict[Watch, tuple[Target, asyncio.Event]] = {}
+        self._cuts: dict[Watch, Cut] = {}
+        self._runner: web.ServerRunner | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # -- life --------------------------------------------------------------------------------
+
+    async def start(self) -> KubeServer:
+        if self._journal is not None:
+            self._journal.load(self.store, self.registry)
+        bootstrap(self.writer, self.registry, self.store)
+        self._runner = web.ServerRunner(
+            web.Server(self._handle, access_log=None, handler_cancellation=True)
+        )
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self._port, shutdown_timeout=1)
+        await site.start()
+        self._port = self._runner.addresses[0][1]
+        self._tasks.append(asyncio.create_task(self._collector.run()))
+        return self
+
+    async def stop(self) -> None:
+        for watch in list(self._watches):
+            watch.close()
+            self._watches[watch][1].set()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+        if self._journal is not None:
+            self._journal.close()
+
+    async def __aenter__(self) -> KubeServer:
+        return await self.start()
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.stop()
+
+    @property
+    def port(self) -> int:
+        return self._port
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def write_kubeconfig(self, path: Path | str) -> Path:
+        """Write a kubeconfig that reaches this server; only its owner may read it."""
+        return kubeconfig(Path(path), self.url, self.token)
+
+    # -- trouble to order --------------------------------------------------------------------
+
+    def cut_watches(self, how: Cut = "clean", plural: str = "") -> int:
+        """Cut the open watches (of one plural): returns how many.
+
+        `clean` ends the stream as a time-out does, `midline` breaks the connection within a
+        line, `hang` sends nothing more but keeps the connection, `error` sends a 410 and ends.
+        """
+        cut = 0
+        for watch, (target, _) in list(self._watches.items()):
+            if plural in ("", target.resource.plural):
+                self._cuts[watch] = how
+                if how != "hang":
+                    watch.close()
+                cut += 1
+        return cut
+
+    def compact(self, version: int | None = None) -> int:
+        """Forget history, so that older resource versions are refused with 410."""
+        return self.store.compact(version)
+
+    def rotate_token(self, token: str | None = None, *, keep_old: bool = False) -> str:
+        """Accept another token; the old one is refused from now on unless it is kept."""
+        if keep_old:
+            self._old_tokens.add(self.token)
+        else:
+            self._old_tokens.clear()
+        self.token = token or secrets.token_urlsafe(24)
+        return self.token
+
+    # -- requests ----------------------------------------------------------------------------
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            return await self._answer(request)
+        except ApiError as error:
+            return _json(error.body(), error.code, error.headers)
+        except PlainError as error:
+            return web.Response(text=error.text, status=error.code)
+        except ConnectionError:
+            # The client has left, or was cut off on order: there is nobody to answer.
+            return web.Response(status=499)
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        path = request.path
+        known = self._authenticated(request)
+        if path in _PUBLIC:
+            return web.Response(text="ok") if path != "/version" else _json(discovery.VERSION)
+        if path.startswith("/sandbox/"):
+            if not known:
+                raise ApiError(401, "Unauthorized")
+            return await admin.answer(self, request)
+        if (document := self._document(request, known)) is not None:
+            return document
+        if not path.startswith(("/api/", "/apis/")):
+            raise PlainError(404, "404 page not found\n")
+        target = requests.target(self.registry, path)
+        query = dict(request.query)
+        verb = target.verb(request.method, query)
+        if not known:
+            raise _anonymous(target, verb)
+        self.faults.count(verb, target.noun)
+        fault = self.faults.take(verb, request.path_qs)
+        if fault is not None:
+            await self._strike(request, fault)
+        response = await self._dispatch(request, target, verb, query)
+        if fault is not None and fault.drop == "after":
+            _abort(request)
+        return response
+
+    def _authenticated(self, request: web.BaseRequest) -> bool:
+        """Whether the caller showed the token; a wrong one is refused, none is anonymous."""
+        header = request.headers.get("Authorization", "")
+        if not header:
+            return False
+        kind, _, token = header.partition(" ")
+        accepted = {self.token, *self._old_tokens}
+        if kind.lower() != "bearer" or not any(
+            secrets.compare_digest(token.strip(), known) for known in accepted
+        ):
+            raise ApiError(401, "Unauthorized")
+        return True
+
+    async def _strike(self, request: web.BaseRequest, fault: Fault) -> None:
+        if fault.latency:
+            await asyncio.sleep(fault.latency)
+        if fault.drop == "before":
+            _abort(request)
+        if fault.status:
+            raise fault.error()
+
+    async def _dispatch(
+        self, request: web.BaseRequest, target: Target, verb: str, query: Mapping[str, str]
+    ) -> web.StreamResponse:
+        form = requests.form(request.headers.get("Accept", ""))
+        if verb == "watch":
+            return await self._watch(request, target, query, form)
+        if verb == "list":
+            return _raw(reads.listing(self.store, target, query, form))
+        if verb == "get":
+            include = query.get("includeObject", "")
+            return _raw(reads.one(self.store, target, form, include))
+        body = await _body(request)
+        return self._write(request, target, verb, query, body)
+
+    def _write(
+        self,
+        request: web.BaseRequest,
+        target: Target,
+        verb: str,
+        query: Mapping[str, str],
+        body: bytes,
+    ) -> web.StreamResponse:
+        if verb in ("delete", "deletecollection"):
+            return self._delete(target, verb, query, body)
+        options = _options(request, target, query)
+        resource, namespace = target.resource, target.namespace or ""
+        if verb == "patch":
+            obj, made = self.writer.patch(resource, namespace, target.name, body, options)
+        else:
+            parsed = bodies.parse(body, resource, options.content_type)
+            sent = bodies.expect_kind(parsed, resource)
+            if verb == "create":
+                if target.name:
+                    raise ApiError(405, "the server does not allow this method on the requested "
+                                        "resource")  # fmt: skip
+                obj, made = self.writer.create(resource, namespace, "", sent, options), True
+            else:
+                obj, made = self.writer.update(resource, namespace, target.name, sent, options)
+        form = requests.form(request.headers.get("Accept", ""))
+        shaped = reads.shaped(resource, obj, form)
+        response = _json(shaped, 201 if made else 200)
+        for warning in options.warnings:
+            response.headers.add("Warning", f'299 - "{_escaped(warning)}"')
+        return response
+
+    def _delete(
+        self, target: Target, verb: str, query: Mapping[str, str], body: bytes
+    ) -> web.StreamResponse:
+        resource, namespace = target.resource, target.namespace or ""
+        if verb not in resource.verbs:
+            raise ApiError(405, "the server does not allow this method on the requested resource")
+        parsed = bodies.parse(body, resource, None) if body else None
+        options = delete_options(parsed, dict(query))
+        dry_run = query.get("dryRun") == "All" or options.get("dryRun") == ["All"]
+        if verb == "delete":
+            return _json(
+                self._deleter.delete(resource, namespace, target.name, options, dry_run=dry_run)
+            )
+        selected = requests.selection(query, resource)
+        form = requests.form("")
+        before = reads.listing(self.store, target, query, form)
+        for space, name in reads.matching(self.store, target, selected):
+            self._deleter.delete(resource, space, name, options, dry_run=dry_run)
+        return _raw(before)
+
+    # -- watches -----------------------------------------------------------------------------
+
+    async def _watch(
+        self,
+        request: web.BaseRequest,
+        target: Target,
+        query: Mapping[str, str],
+        form: requests.Form,
+    ) -> web.StreamResponse:
+        watch = Watch(
+            self.store,
+            target,
+            query,
+            form,
+            bookmark_every=self._bookmark_every,
+            longest=self._longest_watch,
+        )
+        response = web.StreamResponse(headers={"Content-Type": _JSON})
+        hung = asyncio.Event()
+        self._watches[watch] = (target, hung)
+        try:
+            await response.prepare(request)
+            await self._stream(request, response, watch, hung)
+            await response.write_eof()
+        finally:
+            self._watches.pop(watch, None)
+            self._cuts.pop(watch, None)
+        return response
+
+    async def _stream(
+        self,
+        request: web.BaseRequest,
+        response: web.StreamResponse,
+        watch: Watch,
+        hung: asyncio.Event,
+    ) -> None:
+        async for lines in watch.lines():
+            if self._cuts.get(watch) == "hang":
+                await hung.wait()
+                return
+            await response.write(lines)
+        match self._cuts.get(watch):
+            case "hang":
+                await hung.wait()
+            case "midline":
+                await response.write(b'{"type":"MODIFIED","object":{"apiVersion":"v1","ki')
+                _abort(request)
+            case "error":
+                await response.write(
+                    error_line(ApiError(410, "too old resource version: cut by order of a test"))
+                )
+
+    # -- documents ---------------------------------------------------------------------------
+
+    def _document(self, request: web.BaseRequest, known: bool) -> web.Response | None:
+        """Discovery and OpenAPI; None where the path is about objects."""
+        path = request.path.rstrip("/") or "/"
+        parts = path.strip("/").split("/")
+        accept = request.headers.get("Accept", "")
+        made: Any = None
+        kind = _JSON
+        if path in ("/api", "/apis"):
+            if discovery.wants_aggregated(accept):
+                kind = discovery.AGGREGATED
+                made = discovery.aggregated(self.registry, core=path == "/api")
+            elif path == "/api":
+                made = discovery.versions(f"127.0.0.1:{self._port}")
+            else:
+                made = discovery.groups(self.registry)
+        elif parts[0] == "api" and len(parts) == 2 and self.registry.serves("", parts[1]):
+            made = discovery.resources(self.registry, "", parts[1])
+        elif parts[0] == "apis" and len(parts) == 2 and self.registry.versions(parts[1]):
+            made = discovery.group(self.registry, parts[1])
+        elif parts[0] == "apis" and len(parts) == 3 and self.registry.serves(*parts[1:]):
+            made = discovery.resources(self.registry, *parts[1:])
+        elif parts[0] == "openapi":
+            return openapi.answer(self.registry, path, accept)
+        if made is None:
+            return None
+        if not known:
+            raise ApiError(403, f'forbidden: User "system:anonymous" cannot get path "{path}"')
+        return web.Response(body=_encode(made), headers={"Content-Type": kind})
+
+
+def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    return _raw(_encode(value), status, headers)
+
+
+def _raw(body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(
+        body=body, status=status, headers={"Content-Type": _JSON} | dict(headers or {})
+    )
+
+
+def _abort(request: web.BaseRequest) -> None:
+    """Break the connection without a word."""
+    if request.transport is not None:
+        with contextlib.suppress(AttributeError):
+            request.transport.abort()
+    raise ConnectionResetError("cut by order of a test")
+
+
+async def _body(request: web.BaseRequest) -> bytes:
+    if (request.content_length or 0) > _MAX_BODY:
+        raise ApiError(413, f"Request entity too large: limit is {_MAX_BODY}")
+    chunks = []
+    size = 0
+    async for chunk in request.content.iter_any():
+        size += len(chunk)
+        if size > _MAX_BODY:
+            raise ApiError(413, f"Request entity too large: limit is {_MAX_BODY}")
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _options(request: web.BaseRequest, target: Target, query: Mapping[str, str]) -> Options:
+    validation = query.get("fieldValidation") or "Warn"
+    if validation not in ("Ignore", "Warn", "Strict"):
+        raise ApiError(422, f'fieldValidation: Unsupported value: "{validation}": supported '
+                            'values: "Ignore", "Strict", "Warn"')  # fmt: skip
+    dry_run = query.get("dryRun", "")
+    if dry_run not in ("", "All"):
+        raise ApiError(422, f'dryRun: Unsupported value: "{dry_run}": supported values: "All"')
+    force = query.get("force")
+    return Options(
+        manager=query.get("fieldManager", ""),
+        user_agent=request.headers.get("User-Agent", ""),
+        force=None if force is None else force in ("1", "true", "True"),
+        dry_run=bool(dry_run),
+        validation=validation,
+        subresource=target.subresource,
+        content_type=request.headers.get("Content-Type"),
+    )
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"')
+
+
+def _anonymous(target: Target, verb: str) -> ApiError:
+    resource = target.resource
+    noun = f"{resource.plural}.{resource.group}" if resource.group else resource.plural
+    named = f' "{target.name}"' if target.name else ""
+    where = f'in the namespace "{target.namespace}"' if target.namespace else "at the cluster scope"
+    details: Object = {"name": target.name, "group": resource.group, "kind": resource.plural}
+    return ApiError(
+        403,
+        f'{noun}{named} is forbidden: User "system:anonymous" cannot {verb} resource '
+        f'"{target.noun}" in API group "{resource.group}" {where}',
+        details={k: v for k, v in details.items() if v},
+    )
