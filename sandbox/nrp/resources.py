@@ -287,11 +287,11 @@ class Resources:
         return made
 
     def _nat_gateway(self, target: str, given: Doc, old: Doc | None) -> Doc:
-        made: Doc = copy.deepcopy(arm.properties(old)) if old else {"idleTimeoutInMinutes": 4}
+        had = arm.properties(old).get("serviceGateway") if old else None
+        made: Doc = {"serviceGateway": had} if had else {}
         for field, version in (("publicIpAddresses", "IPv4"), ("publicIpAddressesV6", "IPv6")):
-            refs = arm.listed(given, field)
-            if refs is not None:
-                made[field] = [{"id": self._public_ip_of(ref, field, version)} for ref in refs]
+            refs = arm.listed(given, field) or []
+            made[field] = [{"id": self._public_ip_of(ref, field, version)} for ref in refs]
         if "serviceGateway" in given:
             gateway = arm.reference(given["serviceGateway"], "serviceGateway")
             if gateway is None:

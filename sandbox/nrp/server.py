@@ -24,11 +24,11 @@ from sandbox.nrp.operations import Operation, Operations
 from sandbox.nrp.resources import Quota, Resources
 from sandbox.nrp.routes import Route
 
-SUBSCRIPTION = "00000000-0000-0000-0000-000000000001"
-GROUP = "sandbox"
-REGION = "sandbox"
-GATEWAY = "servicegateway"
-VNET = "sandbox"
+SUBSCRIPTION = "00000000-0000-0000-0000-000000000000"
+GROUP = "lbledger"
+REGION = "local"
+GATEWAY = "gateway"
+VNET = "vnet"
 
 _SAVE_EVERY_S = 1.0
 _PUTS = ("put_", "delete_", "tag_", "update_")

@@ -19,6 +19,7 @@ Imports msgspec and the standard library only: the core may use these types.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import ipaddress
 from collections.abc import Iterable, Sequence
@@ -395,12 +396,15 @@ class Unreadable(ProviderError):
 class Unknown(ProviderError):
     """Timeout, 5xx, connection lost after sending: it may have been applied. Read back or resend.
 
-    `metric_class` is `timeout` or `internal_error`.
+    `metric_class` is `timeout`, `internal_error` (5xx) or `unknown` (the rest).
     """
 
     def __init__(self, op: str, message: str, *, timeout: bool = False, **facts: Any) -> None:
         super().__init__(op, message, **facts)
-        self.metric_class = "timeout" if timeout else "internal_error"
+        if timeout:
+            self.metric_class = "timeout"
+        elif self.status >= 500:
+            self.metric_class = "internal_error"
 
 
 class ProviderSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -463,8 +467,9 @@ async def open_provider(settings: ProviderSettings) -> Provider:
             f"provider is {settings.provider!r}, it must be one of {sorted(_KNOWN)} "
             "or 'module:function'"
         )
-    connect = getattr(importlib.import_module(module), function)
-    provider: Provider = await connect(settings)
+    # Azure's SDK takes seconds to import: not on the loop, the health page must answer meanwhile.
+    loaded = await asyncio.to_thread(importlib.import_module, module)
+    provider: Provider = await getattr(loaded, function)(settings)
     return provider
 
 
