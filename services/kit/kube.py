@@ -11,7 +11,7 @@ anew and the request sent once more. Retries beyond that are the caller's, who k
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
@@ -199,7 +199,7 @@ class Kube:
         params: Params | None = None,
         *,
         timeout: float = LIST_S,
-    ) -> AsyncIterator[Page]:
+    ) -> AsyncGenerator[Page, None]:
         """Every page of a list, at one version of the store.
 
         Gone in the middle means that the list has to be begun anew: nothing that was seen says
@@ -222,7 +222,7 @@ class Kube:
         *,
         timeout_s: float = 300.0,
         idle_s: float = 120.0,
-    ) -> AsyncIterator[list[WatchEvent]]:
+    ) -> AsyncGenerator[list[WatchEvent], None]:
         """What happened after `resource_version`, in batches as they arrive.
 
         Ends when the server closes the stream. Raises Gone when the version has aged (both as a

@@ -1,0 +1,490 @@
+"""From observations to acknowledged facts: one lane per subject, many subjects at once.
+
+What is known of a subject is what was acknowledged, never what is on its way. An observation of a
+subject whose lane is busy waits in the lane and is decided on when its turn comes, so each decision
+rests on the truth of the stream. When somebody else wrote to the subject (a second watcher), their
+message is read, taken over, and the observation is decided on again, with a growing jittered wait.
+
+Nothing is given up: while the bus is away facts wait in their lanes, and the lanes are bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter as Tally
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from datetime import UTC, datetime
+from functools import partial
+from typing import Final, NamedTuple
+
+import msgspec
+import structlog
+from prometheus_client import Counter, Gauge
+
+from schema import events, subjects
+from services.kit.bus import Bus, BusError, Message, Published, Publisher, TooLarge, WrongLast
+from services.kit.bus import Unavailable as BusUnavailable
+from services.kit.retry import Backoff
+from services.watcher import core, reading
+
+STREAM: Final = "KUBE"
+DEAD_SUBJECT: Final = subjects.dead_subject("watcher")
+WINDOW: Final = 1024  # messages under way
+ROOM: Final = 4096  # observations that were taken and not yet settled
+DEAD_ROOM: Final = 1000  # dead letters that wait; the ObjectUnfit fact says the same
+
+log = structlog.get_logger()
+_facts = Counter("lbledger_watcher_facts_total", "Facts acknowledged", ["plural", "type"])
+_quiet = Counter("lbledger_watcher_quiet_total", "Changes that were no facts", ["plural"])
+_conflicts = Counter("lbledger_watcher_conflicts_total", "Facts that another watcher forestalled")
+_unsettled = Gauge("lbledger_watcher_unsettled", "Observations taken and not yet settled")
+
+
+class Outgoing(NamedTuple):
+    """One message of a lane; `after` is what is known when it is stored."""
+
+    type: str
+    data: bytes
+    headers: dict[str, str]
+    msg_id: str
+    after: core.Known
+    unfit: core.Sight | None = None  # with it a dead letter is due
+
+
+class Lane:
+    """What is to be said on one subject."""
+
+    __slots__ = ("backoff", "messages", "plural", "queue", "seen", "subject")
+
+    def __init__(self, subject: str, plural: str) -> None:
+        self.subject = subject
+        self.plural = plural
+        self.seen: core.Observation | None = None  # None: a repetition of the last fact
+        self.messages: deque[Outgoing] = deque()
+        self.queue: deque[core.Observation] = deque()
+        self.backoff: Backoff | None = None
+
+
+class Publishing:
+    """The facts of one term, from the moment its epoch stands until it ends.
+
+    `lost` is called with the reason when the stream can't be the one that the term began on;
+    `diverged` with a plural when somebody else's last fact is older than the truth.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        epoch: str,
+        known: dict[str, dict[str, core.Known]],
+        *,
+        base: int,
+        lost: Callable[[str], None],
+        diverged: Callable[[str], None],
+    ) -> None:
+        self._bus = bus
+        self.epoch = epoch
+        self._known = known
+        self._on_lost = lost
+        self.diverged = diverged
+        self._base = base  # sequences of this term are above it
+        self.top = base
+        self.own: set[int] = set()  # sequences of ours since the last look for foreign ones
+        self._publisher: Publisher = bus.publisher(STREAM, window=WINDOW)
+        self._dead: Publisher = bus.publisher("LB")
+        self._lanes: dict[str, Lane] = {}
+        self._busy: Tally[str] = Tally()
+        self._unsettled = 0
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._counters: dict[tuple[str, str], Counter] = {}
+        self._quiet_counters: dict[str, Counter] = {}
+        self._ended = False
+
+    # --- taking observations ---
+
+    def observe(self, seen: core.Observation) -> None:
+        """Take one observation; bounds nothing, so wait for `room` now and then."""
+        lane = self._lanes.get(seen.subject)
+        if lane is not None:
+            lane.queue.append(seen)
+            self._took(lane.plural, 1)
+            return
+        plural = seen.ref.plural
+        known = self._known[plural].get(seen.subject)
+        facts = core.decide(known, seen)
+        if not facts:
+            self._note_quiet(plural, known, seen)
+            return
+        lane = self._lanes[seen.subject] = Lane(seen.subject, plural)
+        self._took(plural, 1)
+        self._begin(lane, seen, facts)
+
+    def repeat(self, plural: str, subject: str, message: Message) -> None:
+        """Publish the last fact of a subject once more, unless it is being changed anyway."""
+        known = self._known[plural].get(subject)
+        if known is None or subject in self._lanes or known.seq != message.seq:
+            return
+        headers = {k: v for k, v in message.headers.items() if k.startswith("Lb-")}
+        msg_id = core.repeated_id(message.headers.get(subjects.HEADER_MSG_ID, ""), message.seq)
+        after = msgspec.structs.replace(known)
+        lane = self._lanes[subject] = Lane(subject, plural)
+        self._took(plural, 1)
+        tag = headers.get(subjects.HEADER_TYPE, "")
+        lane.messages.append(Outgoing(tag, message.data, headers, msg_id, after))
+        self._send(lane)
+
+    async def room(self) -> None:
+        """Wait, once the bound is reached, until half of it is settled."""
+        if self._unsettled >= ROOM:
+            while self._unsettled > ROOM // 2:
+                await self._wait_change()
+
+    async def settled(self, plural: str) -> None:
+        """Wait until everything that was taken of a kind is acknowledged, or was no fact."""
+        while self._busy[plural]:
+            await self._wait_change()
+
+    async def drained(self, timeout: float) -> bool:
+        """Wait until everything is settled, dead letters included; False when time is up."""
+        try:
+            async with asyncio.timeout(timeout):
+                while self._unsettled:
+                    await self._wait_change()
+                await self._dead.drain(timeout)
+        except (TimeoutError, BusUnavailable):
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Stop at once. What is under way may be stored; the next term reads what was."""
+        self._ended = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._publisher.close()
+        await self._dead.close()
+
+    # --- asking ---
+
+    @property
+    def pending(self) -> int:
+        return self._unsettled
+
+    def known(self, plural: str) -> dict[str, core.Known]:
+        return self._known[plural]
+
+    def forget(self, plural: str, subject: str) -> None:
+        """Drop what is known of a subject that the stream holds nothing of."""
+        if subject not in self._lanes:
+            self._known[plural].pop(subject, None)
+
+    def subjects(self, plural: str) -> Iterator[str]:
+        """Every subject of a kind that holds, or is about to hold, something."""
+        known = self._known[plural]
+        yield from list(known)
+        yield from [
+            s for s, lane in self._lanes.items() if lane.plural == plural and s not in known
+        ]
+
+    def adopt(self, message: Message) -> None:
+        """Take over what somebody else published last on a subject."""
+        ref = subjects.subject_ref(message.subject)
+        if ref is None or ref.plural not in self._known:
+            return
+        mine = self._known[ref.plural].get(message.subject)
+        if message.subject in self._lanes or (mine is not None and mine.seq >= message.seq):
+            return
+        theirs = core.known_of(message.headers, message.seq, self.epoch)
+        self._known[ref.plural][message.subject] = theirs
+        if core.overtaken(mine, theirs):
+            self.diverged(ref.plural)
+
+    # --- marks ---
+
+    async def mark(self, event: events.Event, msg_id: str) -> None:
+        """Publish a mark on its own subject and wait for it."""
+        headers = {
+            subjects.HEADER_EPOCH: self.epoch,
+            subjects.HEADER_TYPE: events.tag_of(event),
+        }
+        published = await self._publisher.publish(
+            events.subject_of(event), events.encode(event), headers, msg_id=msg_id
+        )
+        self._acknowledged(published)
+
+    def bury(self, reason: str, subject: str, payload: str, seq: int, msg_id: str) -> None:
+        """Send a dead letter; the caller does not wait for it."""
+        event = events.DeadLettered(
+            at=datetime.now(UTC),
+            service="watcher",
+            stream=STREAM,
+            sequence=seq,
+            subject=subject,
+            reason=reason,
+            payload=payload[: reading.EXCERPT],
+        )
+        headers = {
+            subjects.HEADER_EPOCH: self.epoch,
+            subjects.HEADER_TYPE: events.tag_of(event),
+            subjects.HEADER_CAUSE: f"{self.epoch}:{seq}",
+        }
+        if self._dead.pending >= DEAD_ROOM:
+            log.warning("watcher.dead_letter.dropped", subject=subject, reason=reason)
+            return
+        data = events.encode(event)
+        future = self._dead.submit(DEAD_SUBJECT, data, headers, msg_id=f"watcher:{msg_id}")
+        future.add_done_callback(_note_dead)
+
+    # --- a lane ---
+
+    def _begin(self, lane: Lane, seen: core.Observation, facts: Iterable[core.Fact]) -> None:
+        lane.seen = seen
+        lane.messages.clear()
+        unfit = seen if isinstance(seen, core.Sight) and seen.view is None else None
+        for fact in facts:
+            lane.messages.append(self._outgoing(fact, None if fact.after.gone else unfit))
+        self._send(lane)
+
+    def _outgoing(self, fact: core.Fact, unfit: core.Sight | None) -> Outgoing:
+        return Outgoing(
+            events.tag_of(fact.event),
+            events.encode(fact.event),
+            core.headers_of(fact, self.epoch),
+            fact.msg_id,
+            fact.after,
+            unfit,
+        )
+
+    def _send(self, lane: Lane) -> None:
+        if self._ended:
+            return
+        message = lane.messages[0]
+        known = self._known[lane.plural].get(lane.subject)
+        expected = 0 if known is None else known.seq
+        try:
+            future = self._publisher.submit(
+                lane.subject, message.data, message.headers, msg_id=message.msg_id,
+                expected=expected,
+            )  # fmt: skip
+        except TooLarge as error:
+            self._shrink(lane, message, known, error)
+            return
+        future.add_done_callback(partial(self._answered, lane, message, expected))
+
+    def _shrink(
+        self, lane: Lane, message: Outgoing, known: core.Known | None, error: TooLarge
+    ) -> None:
+        """Put the largest form that fits in place of a message that does not."""
+        seen = lane.seen
+        if not isinstance(seen, core.Sight) or message.after.gone or seen.view is None:
+            # A repetition after max_payload was lowered: the list will find a form for it.
+            log.warning("watcher.fact.too_large", subject=lane.subject, size=error.size)
+            lane.messages.clear()
+            if known is not None:
+                known.digest = b""
+            self.diverged(lane.plural)
+            self._next(lane)
+            return
+        spare = error.limit - (error.size - len(message.data))
+        lane.messages.popleft()
+        for event in reading.smaller(events.SEEN[lane.plural](at=seen.at, object=seen.view)):
+            data = events.encode(event)
+            if len(data) <= spare:
+                log.info(
+                    "watcher.fact.reduced",
+                    subject=lane.subject,
+                    size=error.size,
+                    omitted=event.omitted,  # type: ignore[attr-defined]
+                )
+                lane.messages.appendleft(message._replace(data=data))
+                self._send(lane)
+                return
+        facts = core.too_large(known, seen, error.size, error.limit)
+        for fact in facts:
+            excerpt = message.data[: reading.EXCERPT].decode("utf-8", "replace")
+            unfit = msgspec.structs.replace(
+                seen, view=None, problem=fact.event.problem, excerpt=excerpt  # type: ignore[attr-defined]
+            )  # fmt: skip
+            lane.messages.append(self._outgoing(fact, unfit))
+        if lane.messages:
+            self._send(lane)
+        else:
+            self._next(lane)
+
+    def _answered(
+        self, lane: Lane, message: Outgoing, expected: int, future: asyncio.Future[Published]
+    ) -> None:
+        if self._ended or future.cancelled():
+            return
+        error = future.exception()
+        if isinstance(error, WrongLast):
+            self._later(self._resolve(lane, error))
+        elif error is not None:
+            self._later(self._resend(lane, error))
+        elif future.result().seq <= expected:
+            self._misplaced(lane, message, expected, future.result())
+        else:
+            self._stored(lane, message, future.result())
+
+    def _stored(self, lane: Lane, message: Outgoing, published: Published) -> None:
+        self._acknowledged(published)
+        after = message.after
+        after.seq = published.seq
+        self._known[lane.plural][lane.subject] = after
+        self._count(lane.plural, message.type)
+        if message.unfit is not None:
+            seen = message.unfit
+            log.warning("watcher.object.unfit", object=str(seen.ref), problem=seen.problem)
+            self.bury(seen.problem, lane.subject, seen.excerpt, published.seq, message.msg_id)
+        lane.messages.popleft()
+        lane.backoff = None
+        if lane.messages:
+            self._send(lane)
+        else:
+            self._next(lane)
+
+    def _next(self, lane: Lane) -> None:
+        """The observation is settled; go on with what waited behind it."""
+        known = self._known[lane.plural]
+        while True:
+            self._took(lane.plural, -1)
+            if not lane.queue:
+                del self._lanes[lane.subject]
+                return
+            seen = lane.queue.popleft()
+            facts = core.decide(known.get(lane.subject), seen)
+            if facts:
+                self._begin(lane, seen, facts)
+                return
+            self._note_quiet(lane.plural, known.get(lane.subject), seen)
+
+    def _misplaced(
+        self, lane: Lane, message: Outgoing, expected: int, published: Published
+    ) -> None:
+        """An answer with a sequence that is not above the one before."""
+        if not published.duplicate:
+            self._lost(f"{lane.subject}: stored at {published.seq}, the one before is {expected}")
+            return
+        # The server remembers the id from an earlier message, and stored nothing.
+        lane.messages[0] = message._replace(msg_id=f"{message.msg_id}:{expected}")
+        self._send(lane)
+
+    async def _resolve(self, lane: Lane, error: WrongLast) -> None:
+        """Somebody else wrote to the subject: take it over and decide again."""
+        _conflicts.inc()
+        lane.backoff = lane.backoff or Backoff(0.01, 5.0)
+        if lane.backoff.attempts:
+            await lane.backoff.wait()
+        else:
+            lane.backoff.attempts = 1  # the first conflict is resolved at once
+        known = self._known[lane.plural]
+        theirs = await self._theirs(lane, error)
+        mine = known.get(lane.subject)
+        if theirs is not None:
+            known[lane.subject] = theirs
+        elif mine is not None:
+            await self._check_pruned(lane, error)
+            mine.seq = 0
+        lane.messages.clear()
+        if lane.seen is None:
+            if theirs is not None and core.overtaken(mine, theirs):
+                self.diverged(lane.plural)
+            self._next(lane)
+            return
+        facts = core.decide(known.get(lane.subject), lane.seen)
+        if facts:
+            self._begin(lane, lane.seen, facts)
+        else:
+            self._note_quiet(lane.plural, known.get(lane.subject), lane.seen)
+            self._next(lane)
+
+    async def _theirs(self, lane: Lane, error: WrongLast) -> core.Known | None:
+        backoff = Backoff(0.05, 5.0)
+        while error.last > error.expected:
+            try:
+                message = await self._bus.last(STREAM, lane.subject)
+                if message is not None and message.seq >= error.last:
+                    if message.headers.get(subjects.HEADER_EPOCH) != self.epoch:
+                        await self._check_epoch()
+                    return core.known_of(message.headers, message.seq, self.epoch)
+            except BusError as trouble:
+                log.warning("watcher.conflict.unread", subject=lane.subject, why=str(trouble))
+            await backoff.wait()  # a replica that is behind
+        return None
+
+    async def _check_epoch(self) -> None:
+        """A message of another epoch: did somebody begin one, or is it a straggler?"""
+        last = await self._bus.last(STREAM, subjects.EPOCH_SUBJECT)
+        if last is not None and last.headers.get(subjects.HEADER_EPOCH) != self.epoch:
+            self._lost("another watcher began an epoch")
+
+    def _lost(self, reason: str) -> None:
+        """Nothing more is published in this term."""
+        if not self._ended:
+            self._ended = True
+            self._on_lost(reason)
+
+    async def _check_pruned(self, lane: Lane, error: WrongLast) -> None:
+        """The message before is not there: pruned by age, which is fine, or lost."""
+        backoff = Backoff(0.05, 5.0)
+        while True:
+            try:
+                state = await self._bus.stream_state(STREAM)
+                break
+            except BusError as trouble:
+                log.warning("watcher.conflict.unread", subject=lane.subject, why=str(trouble))
+                await backoff.wait()
+        if error.last or state.first_seq <= error.expected or state.last_seq < self.top:
+            self._lost(f"{lane.subject}: last is {error.last}, was {error.expected}")
+
+    async def _resend(self, lane: Lane, error: BaseException) -> None:
+        """A refusal that says nothing about the fact: a full disk, a limit, a lost leader."""
+        log.warning("watcher.fact.refused", subject=lane.subject, why=str(error))
+        lane.backoff = lane.backoff or Backoff(0.2, 10.0)
+        await lane.backoff.wait()
+        self._send(lane)
+
+    # --- bookkeeping ---
+
+    def _acknowledged(self, published: Published) -> None:
+        seq = published.seq
+        if seq <= self._base and not published.duplicate:
+            self._lost(f"stored at sequence {seq}, the stream had {self._base} already")
+        self.own.add(seq)
+        self.top = max(self.top, seq)
+
+    def _took(self, plural: str, number: int) -> None:
+        self._busy[plural] += number
+        self._unsettled += number
+        _unsettled.set(self._unsettled)
+        if number < 0 and (self._unsettled <= ROOM // 2 or not self._busy[plural]):
+            self._changed.set()
+
+    async def _wait_change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _note_quiet(self, plural: str, known: core.Known | None, seen: core.Observation) -> None:
+        core.quiet(known, seen)
+        counter = self._quiet_counters.get(plural)
+        if counter is None:
+            counter = self._quiet_counters[plural] = _quiet.labels(plural)
+        counter.inc()
+
+    def _count(self, plural: str, tag: str) -> None:
+        counter = self._counters.get((plural, tag))
+        if counter is None:
+            counter = self._counters[plural, tag] = _facts.labels(plural, tag.partition(".")[0])
+        counter.inc()
+
+    def _later(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _note_dead(future: asyncio.Future[Published]) -> None:
+    if not future.cancelled() and (error := future.exception()) is not None:
+        log.warning("watcher.dead_letter.unsent", why=str(error))
