@@ -97,6 +97,8 @@ class WatcherSettings(Section, frozen=True, kw_only=True):
     idle_s: float = 120.0  # no byte for this long: the watch is taken for dead
     absent_poll_s: float = 10.0
     relist_jitter_s: float = 1.0
+    relist_s: float = 0.0  # list everything anew this often; 0: only when it is needed
+    check_s: float = 10.0  # how often the stream and the epoch are looked at
 
 
 class AllocatorSettings(Section, frozen=True, kw_only=True):
@@ -105,7 +107,21 @@ class AllocatorSettings(Section, frozen=True, kw_only=True):
 
 class ProberSettings(Section, frozen=True, kw_only=True):
     dial_map: tuple[str, ...] = ()  # "CIDR=CIDR": dial the second for objects that say the first
-    dummy_address: str = "10.52.0.255"
+    # Stand in while no backend is ready. IANA's "IPv4 dummy address" (RFC 7600) and an address of
+    # the IPv6 discard-only block (RFC 6666): no host has them and no router forwards to them.
+    dummy_address: str = "192.0.0.8"
+    dummy_address6: str = "100::1"
+    cluster_cidrs: tuple[str, ...] = ()  # of pods and services; the dummies must be in none
+    success_threshold: int = 1  # these four hold where a health check says nothing (or 0)
+    failure_threshold: int = 3
+    period_s: int = 5
+    timeout_s: int = 3
+    second_s: float = 1.0  # how long a second of a health check lasts (less in demonstrations)
+    max_in_flight: int = 8192  # sockets open at once
+    # All of this failing within one period is taken for a fault of our own, and nothing changes:
+    hold_share: float = 0.9  # of the backends that are on record as ready,
+    hold_backends: int = 6  # at least so many,
+    hold_load_balancers: int = 3  # of at least so many load balancers
 
 
 class NrpSettings(Section, frozen=True, kw_only=True):
@@ -286,6 +302,10 @@ def _check(settings: Settings) -> None:
         ("projector.beat_s", settings.projector.beat_s),
         ("watcher.republish_s", settings.watcher.republish_s),
         ("watcher.idle_s", settings.watcher.idle_s),
+        ("watcher.page_size", settings.watcher.page_size),
+        ("watcher.watch_timeout_s", settings.watcher.watch_timeout_s),
+        ("watcher.absent_poll_s", settings.watcher.absent_poll_s),
+        ("watcher.check_s", settings.watcher.check_s),
         ("applier.workers", settings.applier.workers),
         ("database.pool_size", settings.database.pool_size),
         ("nats.replicas", settings.nats.replicas),
