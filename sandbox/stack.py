@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -21,18 +22,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-import msgspec
-import structlog
-
-from sandbox.child import Child, ServerError
+import schema
+from sandbox.child import Child, ServerError, free_port
 from sandbox.servers import NatsServer, PostgresServer
-
-log = structlog.get_logger()
+from services.cli import session
 
 SERVICES: Final = ("watcher", "allocator", "prober", "nrp-sync", "applier")
 READY_S: Final = 60.0
 # Objects of the sandbox hold ordinary addresses; what answers behind them listens on loopback.
 DIAL_MAP: Final = "10.0.0.0/8=127.0.0.0/8"
+CRDS: Final = Path(schema.__file__).parent / "crds"
+SANDBOX_CRDS: Final = Path(__file__).parent / "crds"
 KUBE_TOKEN: Final = "sandbox"  # noqa: S105  (a development server on loopback)
 
 
@@ -63,8 +63,10 @@ class Stack:
         self._say = say
         self._servers: list[NatsServer | PostgresServer] = []
         self._children: dict[str, Child] = {}
+        self._ports: dict[str, int] = {}
         self.provider: dict[str, str] = {}
         self.env: dict[str, str] = {}
+        self.kube_url = ""
 
     @property
     def logs(self) -> Path:
@@ -171,7 +173,9 @@ class Stack:
         await self._run_cli("migrate")
 
     async def _install_crds(self) -> None:
-        await self.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(_crds_folder()))
+        folders = [CRDS] if self.real_cluster else [CRDS, SANDBOX_CRDS]
+        files = [word for folder in folders for word in ("-f", str(folder))]
+        await self.kubectl("apply", "--server-side", "--force-conflicts", *files)
         await self.kubectl(
             "wait", "--for=condition=Established", "--timeout=30s", "crd",
             "loadbalancers.loadbalancer.harvesterhci.io", "ippools.loadbalancer.harvesterhci.io",
@@ -187,7 +191,9 @@ class Stack:
         return await self._run_cli(*argv)
 
     async def _run_cli(self, *argv: str) -> str:
-        return await _output([sys.executable, "-m", "services.cli", *argv], self._environment(), True)
+        return await _output(
+            [sys.executable, "-m", "services.cli", *argv], self._environment(), True
+        )
 
     def _environment(self, name: str = "") -> dict[str, str]:
         env = {**os.environ, **self.env}
@@ -196,14 +202,10 @@ class Stack:
         return env
 
     def _health_port(self, name: str) -> int:
-        return self._ports.setdefault(name, _free_port())
-
-    _ports: dict[str, int]
+        return self._ports.setdefault(name, free_port())
 
     def spawn(self, name: str) -> Child:
         """Start one service (again)."""
-        if not hasattr(self, "_ports"):
-            self._ports = {}
         child = Child(
             [sys.executable, "-m", "services.cli", name],
             log=self.logs / f"{name}.log",
@@ -256,12 +258,6 @@ def kubectl_program() -> str:
     return found
 
 
-def _crds_folder() -> Path:
-    import schema
-
-    return Path(schema.__file__).parent / "crds"
-
-
 def _copy_new(path: Path, position: int) -> int:
     with contextlib.suppress(OSError), path.open("rb") as file:
         file.seek(position)
@@ -273,20 +269,12 @@ def _copy_new(path: Path, position: int) -> int:
 
 
 def _is_free(port: int) -> bool:
-    import socket
-
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return True
     return False
-
-
-def _free_port() -> int:
-    from sandbox.child import free_port
-
-    return free_port()
 
 
 async def _output(command: list[str], env: dict[str, str], check: bool) -> str:
@@ -326,13 +314,6 @@ async def _get(port: int, path: str) -> tuple[int, bytes]:
     return int(head.split()[1]) if head else 0, body
 
 
-def session_file() -> Path:
-    """Where `lbledger up` says how to reach it."""
-    from services.kit.config import session_file as path
-
-    return path()
-
-
 def up(*, kubeconfig: str, state: str, nats_port: int, crds: bool) -> int:
     """`lbledger up`."""
     stack = Stack(
@@ -351,10 +332,9 @@ async def _up(stack: Stack) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    file = session_file()
     try:
         await stack.start()
-        _write_session(file, stack.env)
+        session.write(stack.env)
         print("ready; look with `lbledger lb list`, stop with Ctrl-C", flush=True)
         await stack.tend(stop)
         return 0
@@ -362,12 +342,5 @@ async def _up(stack: Stack) -> int:
         print(f"lbledger up: {error}", file=sys.stderr)
         return 1
     finally:
-        file.unlink(missing_ok=True)
+        session.remove()
         await stack.stop()
-
-
-def _write_session(file: Path, env: Mapping[str, str]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as target:
-        target.write(msgspec.json.encode(dict(env)))

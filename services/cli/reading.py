@@ -12,9 +12,9 @@ import msgspec
 
 from schema import events, subjects
 from schema.subjects import ObjectRef
-from services.kit import config as settings_module
+from services.cli import session
 from services.kit.bus import Bus, BusError, Message, StreamMissing
-from services.kit.config import ConfigError, Settings, public_url
+from services.kit.config import ConfigError, public_url
 
 T = TypeVar("T")
 CONNECT_S = 5.0
@@ -33,14 +33,10 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     event: events.AnyEvent
 
 
-def settings() -> Settings:
-    return settings_module.load()
-
-
 @contextlib.asynccontextmanager
 async def connected() -> AsyncIterator[Bus]:
     """A connection for one command; ConfigError says in one line why there is none."""
-    nats = settings().nats
+    nats = session.settings().nats
     try:
         async with asyncio.timeout(CONNECT_S):
             bus = await Bus.connect(

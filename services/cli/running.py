@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 import schema
+from services.cli import session
 from services.kit import config as settings_module
 
 
@@ -39,7 +40,7 @@ def migrate() -> int:
     from services.kit import db
     from services.kit.migrate import upgrade
 
-    settings = settings_module.load()
+    settings = session.settings()
     address = settings_module.public_url(settings.database.url.reveal())
     try:
         revision = upgrade(settings.database.url.reveal())
@@ -57,7 +58,7 @@ def crds() -> int:
 
 
 def config(as_json: bool) -> int:
-    shown = settings_module.show(settings_module.load())
+    shown = settings_module.show(session.settings())
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(shown)).decode())
         return 0

@@ -94,7 +94,7 @@ async def decisions(url, stream="LB"):
 
 async def test_each_fact_counts_once_and_each_decision_is_published(nats_url, database_url, table):
     """A fact becomes a row and a decision; the decision names its cause and leaves the outbox."""
-    async with feeder_of(nats_url) as feeder, Replica(nats_url, database_url) as replica:
+    async with feeder_of(nats_url) as feeder, Replica(nats_url, database_url):
         seqs = [await feeder.seen(namespace(f"n{i}")) for i in range(5)]
         await stored(table, **{f"n{i}": 1 for i in range(5)})
         await eventually(lambda: table.fetchval("select count(*) = 0 from prober.outbox"))
@@ -212,7 +212,7 @@ async def test_only_one_replica_is_active_and_another_takes_over(nats_url, datab
 async def test_report_39_empty_bus_is_taken_up_without_a_restart(nats_server, database_url, table):
     """NATS comes back with an empty store: streams are made again, standing decisions are stated
     again, and new facts are applied by the same process."""
-    async with Replica(nats_server.url, database_url) as replica:
+    async with Replica(nats_server.url, database_url):
         async with feeder_of(nats_server.url) as feeder:
             await feeder.seen(namespace("n1"))
             await stored(table, n1=1)
@@ -275,7 +275,8 @@ async def test_report_51_a_failed_transaction_is_run_again_as_a_whole(
           end if;
           return new;
         end $$;
-        create trigger fail before insert on prober.tally for each row execute function prober.fail()
+        create trigger fail before insert on prober.tally
+          for each row execute function prober.fail()
         """
     )
     async with feeder_of(nats_url) as feeder, Replica(nats_url, database_url):

@@ -5,7 +5,6 @@ Run as a program it is one replica: `python -m tests.fakes.tally NATS_URL DATABA
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import sys
 from collections.abc import Iterable
@@ -43,8 +42,8 @@ class Tally:
 
     async def load(self, conn: AsyncConnection) -> None:
         self._dirty.clear()
-        rows = await conn.execute(sa.text("select name, count from prober.tally"))
-        self.counts = {name: count for name, count in rows}
+        rows = await conn.execute(sa.text("select name, count as count_ from prober.tally"))
+        self.counts = {row.name: row.count_ for row in rows}
 
     def apply(self, record: Record, work: Work) -> None:
         if not isinstance(record.event, events.NamespaceSeen):

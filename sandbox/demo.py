@@ -1,0 +1,206 @@
+"""`make demo`: the main job from end to end, on `examples/`, in well under a minute.
+
+Real kubectl applies the examples, real listeners answer the health checks, and then three things
+happen: a backend stops, a load balancer is deleted, and the one that waited gets the freed address.
+Exit 0 when every object has settled as expected, 1 with the reason otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+
+from sandbox.child import ServerError
+from sandbox.stack import KUBE_TOKEN, Stack
+
+EXAMPLES: Final = Path(__file__).parent.parent / "examples"
+GROUP: Final = "/apis/loadbalancer.harvesterhci.io/v1beta1"
+SETTLE_S: Final = 30.0
+# 10.1.0.11 and .12 of examples/cluster, dialled as the sandbox's dial_map says.
+BACKENDS: Final = {"web-1": "127.1.0.11", "web-2": "127.1.0.12"}
+PORT: Final = 8080
+
+
+class Unsettled(Exception):
+    """Something did not become what the demonstration expects."""
+
+
+class Cluster:
+    """Reading the API server, and waiting for what it shows."""
+
+    def __init__(self, url: str, http: aiohttp.ClientSession) -> None:
+        self._url = url
+        self._http = http
+
+    async def get(self, path: str) -> dict[str, Any]:
+        headers = {"Authorization": f"Bearer {KUBE_TOKEN}"}
+        async with self._http.get(self._url + path, headers=headers) as reply:
+            return dict(msgspec.json.decode(await reply.read()))
+
+    async def until(self, what: str, path: str, test: Callable[[dict[str, Any]], bool]) -> None:
+        """Wait until an object fits; Unsettled shows how it was instead."""
+        deadline = time.monotonic() + SETTLE_S
+        while True:
+            found = await self.get(path)
+            with contextlib.suppress(KeyError, IndexError, TypeError, StopIteration):
+                if test(found):
+                    return
+            if time.monotonic() > deadline:
+                seen = msgspec.json.encode(found.get("status") or found).decode()
+                raise Unsettled(f"{what}: not within {SETTLE_S:.0f} s; it is {seen[:600]}")
+            await asyncio.sleep(0.05)
+
+    async def lb(self, name: str, what: str, test: Callable[[dict[str, Any]], bool]) -> None:
+        await self.until(
+            f"load balancer {name}: {what}",
+            f"{GROUP}/namespaces/default/loadbalancers/{name}",
+            lambda found: test(found["status"]),
+        )
+
+
+def ready(status: dict[str, Any]) -> dict[str, Any]:
+    return next(c for c in status["conditions"] if c["type"] == "Ready")
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+async def listen(address: str) -> asyncio.Server:
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    return await asyncio.start_server(answer, address, PORT)
+
+
+async def play(stack: Stack, cluster: Cluster) -> None:
+    """The story, step by step."""
+    began = time.monotonic()
+    listeners = {name: await listen(address) for name, address in BACKENDS.items()}
+    try:
+        say("\n$ kubectl apply -f examples/cluster -f examples/")
+        for folder in (EXAMPLES / "cluster", EXAMPLES):
+            say((await stack.kubectl("apply", "-f", str(folder))).rstrip())
+        await settle(cluster)
+        say(f"settled {time.monotonic() - began:.1f} s after the first apply\n")
+        say((await stack.cli("lb", "list")).rstrip())
+
+        say("\na backend stops answering: web-2")
+        listeners["web-2"].close()
+        await cluster.lb(
+            "web",
+            "keeps one of two backends",
+            lambda s: ready(s)["status"] == "True" and _ready_backends(s) == 1,
+        )
+        say("web stays Ready with one of two backends")
+
+        say("\n$ kubectl delete loadbalancer placeholder      (waiting wants its address)")
+        await stack.kubectl("delete", "loadbalancer", "placeholder", "-n", "default")
+        await cluster.lb(
+            "waiting", "gets the freed address", lambda s: s["address"] == "198.51.100.7"
+        )
+        say("waiting has 198.51.100.7 now; how it came to that:\n")
+        say((await stack.cli("lb", "explain", "default/waiting")).rstrip())
+    finally:
+        for server in listeners.values():
+            server.close()
+
+
+def _ready_backends(status: dict[str, Any]) -> int:
+    return sum(bool(backend["ready"]) for backend in status["backends"])
+
+
+async def settle(cluster: Cluster) -> None:
+    """Every object of the examples, as it must become."""
+    service = "/api/v1/namespaces/default/services"
+    await cluster.lb(
+        "web",
+        "two healthy backends",
+        lambda s: ready(s)["status"] == "True" and _ready_backends(s) == 2,
+    )
+    await cluster.lb(
+        "api",
+        "no healthy backend",
+        lambda s: "healthy:0" in ready(s)["message"] and s["address"].startswith("192.0.2."),
+    )
+    await cluster.lb(
+        "placeholder",
+        "an address without backends",
+        lambda s: s["address"] == "198.51.100.7" and "no running" in ready(s)["message"],
+    )
+    await cluster.lb(
+        "waiting",
+        "waits for an address",
+        lambda s: any(c["reason"] == "PoolExhausted" for c in s["conditions"]),
+    )
+    await cluster.lb(
+        "dhcp",
+        "asks for DHCP",
+        lambda s: s["allocatedAddress"]["ip"] == "0.0.0.0",  # noqa: S104
+    )
+    for name, network in (("shop", "192.0.2."), ("checkout", "")):
+        await cluster.until(
+            f"service {name}: has an address",
+            f"{service}/{name}",
+            lambda found, network=network: found["status"]["loadBalancer"]["ingress"][0][
+                "ip"
+            ].startswith(network),
+        )
+    for name in ("public", "tiny"):
+        await cluster.until(
+            f"pool {name}: is accounted",
+            f"{GROUP}/ippools/{name}",
+            lambda found: found["status"]["total"] > 0,
+        )
+
+
+async def report(stack: Stack, http: aiohttp.ClientSession) -> None:
+    """The end: objects, pools, what the provider holds, and what all of it cost."""
+    say("\nload balancers\n" + (await stack.cli("lb", "list")).rstrip())
+    say("\npools\n" + (await stack.cli("pool", "list")).rstrip())
+    provider = stack.provider["url"]
+    async with http.get(f"{provider}/sandbox/state") as reply:
+        state = msgspec.json.decode(await reply.read())
+    say("\nwhat the provider holds")
+    for location in state.get("addressLocations", []):
+        addresses = ", ".join(a["address"] for a in location["addresses"])
+        say(f"  {location['addressLocation']}: {addresses}")
+    async with http.get(f"{provider}/sandbox/requests") as reply:
+        requests = msgspec.json.decode(await reply.read())
+    headers = {"Authorization": f"Bearer {KUBE_TOKEN}"}
+    async with http.get(f"{stack.kube_url}/sandbox/requests", headers=headers) as reply:
+        writes = msgspec.json.decode(await reply.read())
+    say(f"\nrequests to the provider: {requests}\nwrites to the API server: {writes}")
+
+
+async def main() -> int:
+    began = time.monotonic()
+    stack = Stack(say=say)
+    try:
+        await stack.start()
+        timeout = aiohttp.ClientTimeout(total=10)
+        async with aiohttp.ClientSession(timeout=timeout) as http:
+            await play(stack, Cluster(stack.kube_url, http))
+            await report(stack, http)
+    except (Unsettled, ServerError) as error:
+        print(f"\nmake demo: {error}", file=sys.stderr)
+        for name in ("watcher", "allocator", "prober", "nrp-sync", "applier"):
+            with contextlib.suppress(KeyError):
+                print(f"\n--- {name}\n{stack.child(name).last_output(5)}", file=sys.stderr)
+        return 1
+    finally:
+        await stack.stop()
+    say(f"\nall settled, {time.monotonic() - began:.1f} s in all")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main()))
