@@ -1,0 +1,135 @@
+"""The prober as a projection: facts and verdicts into images, once per batch.
+
+However many facts of a batch concern a load balancer, one BackendsResolved tells their sum, caused
+by the last of them. After a large change (the first complete list) images are decided in portions,
+so that no transaction grows without bound; what is left over is not lost with the memory, since
+every image is decided anew after loading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from schema.events import SyncFinished
+from schema.subjects import ObjectRef
+from services.kit.mirror import Mirror
+from services.kit.records import Record, Source, Work
+from services.prober import store
+from services.prober.core import BALANCERS, KINDS, Dummies, Hold, State, Verdict
+from services.prober.plan import Defaults
+
+PORTION = 1_000
+SOURCES = (
+    Source("KUBE", (*(f"kube.{plural}.>" for plural in KINDS), "kube.sync.>", "kube.epoch")),
+)
+
+
+class Judgement(NamedTuple):
+    """What the checks came to in one tick."""
+
+    verdicts: tuple[Verdict, ...]
+    holds: tuple[Hold, ...]
+    at: datetime
+
+
+class Settle(NamedTuple):
+    """Decide what is left over."""
+
+
+class Prober:
+    """Implements the kit's Projection."""
+
+    name = "prober"
+    sources = SOURCES
+
+    def __init__(
+        self,
+        defaults: Defaults,
+        dummies: Dummies,
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._defaults = defaults
+        self._dummies = dummies
+        self._clock = clock
+        self._facts: Mirror = store.facts()
+        self._causes: dict[str, str] = {}
+        self.state = State(defaults, dummies)
+        self.loads = 0  # grows whenever memory was replaced
+        self.on_commit: Callable[[set[str]], None] = lambda _: None
+
+    async def load(self, conn: AsyncConnection) -> None:
+        facts, state = store.facts(), State(self._defaults, self._dummies)
+        await facts.load(conn)
+        for plural in KINDS:
+            for ref, view in facts.all(plural):
+                _see(state, ref, view.metadata.uid, view)
+        for image in await store.load_images(conn):
+            state.restore(image)
+        for uid in state.dirty:
+            state.dirty[uid] = False
+        self._facts, self.state = facts, state
+        self._causes.clear()
+        self.loads += 1
+
+    def apply(self, record: Record, work: Work) -> None:
+        for change in self._facts.observe(record):
+            for uid in _see(self.state, change.ref, change.uid, change.new):
+                self._causes[uid] = record.cause
+        if isinstance(record.event, SyncFinished):
+            for uid in self.state.waiting:
+                self._causes.setdefault(uid, record.cause)
+            self.state.see_complete()
+
+    def local(self, item: object, work: Work) -> None:
+        if isinstance(item, Judgement):
+            for event in self.state.judge(item.verdicts, item.holds, item.at):
+                work.emit(event)
+
+    def settle(self, work: Work) -> None:
+        if not self.unsettled:
+            return
+        synced = [plural for plural in KINDS if self._facts.synced(plural)]
+        for event in self.state.resolve(synced, self._clock(), PORTION):
+            work.emit(event, self._causes.get(event.owner.uid, ""))
+        left = self.state.dirty.keys() | self.state.waiting.keys()
+        self._causes = {uid: cause for uid, cause in self._causes.items() if uid in left}
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether there are images to decide, and facts enough to do so."""
+        return bool(self.state.dirty) and self._facts.synced(BALANCERS)
+
+    async def save(self, conn: AsyncConnection) -> None:
+        await self._facts.save(conn)
+        images, gone = [], []
+        for uid in self.state.changed:
+            balancer = self.state.balancers.get(uid)
+            if balancer is None or balancer.image is None:
+                gone.append(uid)
+            else:
+                images.append(balancer.image)
+        await store.save_images(conn, images, gone)
+
+    def restate(self, work: Work) -> None:
+        """The LB stream is empty: say again what stands."""
+        for balancer in self.state.balancers.values():
+            if balancer.image is not None:
+                work.emit(balancer.image)
+
+    def known(self) -> Iterable[tuple[ObjectRef, str]]:
+        return self._facts.known()
+
+    def committed(self) -> None:
+        changed, self.state.changed = self.state.changed, set()
+        if changed:
+            self.on_commit(changed)
+
+
+def _see(state: State, ref: ObjectRef, uid: str, view: Any) -> list[str]:
+    if ref.plural == BALANCERS:
+        return state.see_balancer(uid, view)
+    return state.see_member(ref, view)

@@ -1,0 +1,174 @@
+"""From single results to verdicts: thresholds, several checks of one backend, a fault of our own.
+
+Pure, times as inputs. A verdict changes only after a run of equal results as long as its threshold.
+A backend with several checks is healthy when all are, unhealthy when one is, and until then
+unknown. When nearly everything fails within one period, the fault is taken for our own network's:
+nothing turns unhealthy on its account, and after it every run of failures starts anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from services.prober.plan import Check
+
+UNKNOWN, HEALTHY, UNHEALTHY = "unknown", "healthy", "unhealthy"
+
+
+@dataclass(slots=True)
+class Streak:
+    """One check of one backend."""
+
+    state: str = UNKNOWN
+    ok: bool = False
+    count: int = 0  # results in a row that were `ok`
+    since: float = 0.0  # when the first of them was started
+    reason: str = ""
+
+    def feed(self, ok: bool, reason: str, started: float, check: Check) -> bool:
+        """Take one result; whether the state changed."""
+        self.run(ok, started)
+        self.reason = reason
+        if self.count < (check.success if ok else check.failure):
+            return False
+        state = HEALTHY if ok else UNHEALTHY
+        changed = state != self.state
+        self.state = state
+        return changed
+
+    def run(self, ok: bool, started: float) -> None:
+        if ok != self.ok or not self.count:
+            self.ok, self.count, self.since = ok, 0, started
+        self.count += 1
+
+    def restart(self) -> None:
+        """Forget a run of failures."""
+        if not self.ok:
+            self.count = 0
+
+
+class Opinion:
+    """What the checks of one backend come to. `streaks` is by the meaning of the check."""
+
+    __slots__ = ("checks", "config", "said", "started", "streaks")
+
+    def __init__(self) -> None:
+        self.streaks: dict[tuple[Any, ...], Streak] = {}
+        self.checks: tuple[Check, ...] = ()
+        self.config = ""
+        self.said = UNKNOWN  # the verdict that is on record
+        self.started = 0.0  # of the last result
+
+    def configure(self, checks: tuple[Check, ...], config: str, said: str) -> None:
+        """Set what is asked. A check that asks the same keeps its run; a new one starts from the
+        verdict on record, which therefore stands until the check has an opinion of its own."""
+        if said != self.said and said == UNKNOWN:
+            self.streaks = {}
+        self.said = said
+        if config == self.config and self.streaks:
+            return
+        self.checks, self.config = checks, config
+        self.streaks = {
+            check.meaning: self.streaks.get(check.meaning) or Streak(state=said) for check in checks
+        }
+
+    @property
+    def state(self) -> str:
+        states = {streak.state for streak in self.streaks.values()}
+        if UNHEALTHY in states:
+            return UNHEALTHY
+        return HEALTHY if states == {HEALTHY} else UNKNOWN
+
+    @property
+    def reason(self) -> str:
+        """The error of a failing check; for a healthy backend its warning, if it has one."""
+        streaks = self.streaks.values()
+        bad = [s.reason for s in streaks if s.state == UNHEALTHY and s.reason]
+        return (bad or [s.reason for s in streaks if s.reason] or [""])[0]
+
+    @property
+    def failing_since(self) -> float:
+        """When the oldest run of failures that made it unhealthy began."""
+        bad = [s.since for s in self.streaks.values() if s.state == UNHEALTHY]
+        return min(bad, default=float("inf"))
+
+    @property
+    def differs(self) -> bool:
+        return self.state not in (UNKNOWN, self.said)
+
+    def restart(self) -> None:
+        """Our own fault is over: what it made unhealthy goes back to what is on record."""
+        for streak in self.streaks.values():
+            streak.restart()
+            if streak.state == UNHEALTHY != self.said:
+                streak.state = self.said
+
+
+T = TypeVar("T", bound=Hashable)
+
+
+@dataclass(slots=True)
+class Sample:
+    """The last result of one backend that counts in the question whose fault it is."""
+
+    owner: str
+    address: str
+    ok: bool
+    at: float
+
+
+@dataclass(slots=True)
+class OwnFault(Generic[T]):
+    """Whose fault it is when many checks fail at once.
+
+    Looked at are backends that are on record as healthy (or live and unknown). One that turns
+    unhealthy alone leaves that group, so a slow decline is never taken for a fault of our own: it
+    takes `share` of the group failing since the moment that the run of failures in question began,
+    among at least `targets` addresses of at least `owners` load balancers.
+    """
+
+    share: float = 0.9
+    targets: int = 6
+    owners: int = 3
+    look: int = 2_000  # samples looked at, the newest first
+    held: bool = False
+    samples: dict[T, Sample] = field(default_factory=dict)  # in the order of their time
+
+    def note(self, key: T, owner: str, address: str, ok: bool, at: float) -> None:
+        self.samples.pop(key, None)
+        self.samples[key] = Sample(owner, address, ok, at)
+
+    def drop(self, key: T) -> None:
+        self.samples.pop(key, None)
+
+    def reset(self) -> None:
+        self.samples.clear()
+        self.held = False
+
+    def suspect(self, since: float) -> bool:
+        """Whether a run of failures that began at `since` looks like our own fault."""
+        failing, passing = self._since(since)
+        return (
+            len({s.address for s in failing}) >= self.targets
+            and len({s.owner for s in failing}) >= self.owners
+            and len(failing) >= self.share * (len(failing) + passing)
+        )
+
+    def over(self) -> bool:
+        """Whether enough answer again, among what is looked at."""
+        failing, passing = self._since(float("-inf"))
+        return passing > 0 and len(failing) < self.share * (len(failing) + passing)
+
+    def _since(self, since: float) -> tuple[list[Sample], int]:
+        failing: list[Sample] = []
+        passing = 0
+        for looked, sample in enumerate(reversed(self.samples.values())):
+            if sample.at < since or looked >= self.look:
+                break
+            if sample.ok:
+                passing += 1
+            else:
+                failing.append(sample)
+        return failing, passing
