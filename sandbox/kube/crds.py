@@ -49,9 +49,9 @@ class CustomRules(Rules):
             yield error
         if self._has_rules and not found:
             # Imported on first use: the CEL library costs more than the rest of this package.
-            from sandbox.kube import rules
+            from sandbox.kube.rules import check_rules
 
-            yield from rules.check(obj, old, self._schema)
+            yield from check_rules(obj, old, self._schema)
 
 
 class CrdRules(Rules):

@@ -125,6 +125,8 @@ def track(
     moves an object from client-side to server-side apply.
     """
     sent = (new.get("metadata") or {}).get("managedFields")
+    if sent == [{}]:
+        return []  # the way to ask that ownership be forgotten
     recorded = (live.get("metadata") or {}).get("managedFields")
     claims = Claims.read(sent if sent else recorded)
     found = fields.compare(_bare(live), _bare(new), schema)

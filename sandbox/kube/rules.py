@@ -9,5 +9,5 @@ from sandbox.kube.resources import Object
 from sandbox.kube.schema import Schema
 
 
-def check(obj: Object, old: Object | None, schema: Schema) -> Iterator[FieldError]:
+def check_rules(obj: Object, old: Object | None, schema: Schema) -> Iterator[FieldError]:
     yield from ()

@@ -82,11 +82,10 @@ class KubeServer:
         if self._journal is not None:
             self._journal.load(self.store, self.registry)
         bootstrap(self.writer, self.registry, self.store)
-        self._runner = web.ServerRunner(
-            web.Server(self._handle, access_log=None, handler_cancellation=True)
-        )
+        server = web.Server(self._handle, access_log=None, handler_cancellation=True)
+        self._runner = web.ServerRunner(server, shutdown_timeout=1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self._port, shutdown_timeout=1)
+        site = web.TCPSite(self._runner, "127.0.0.1", self._port)
         await site.start()
         self._port = self._runner.addresses[0][1]
         self._tasks.append(asyncio.create_task(self._collector.run()))
