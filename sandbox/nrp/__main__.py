@@ -37,7 +37,7 @@ def main() -> int:
     try:
         asyncio.run(_serve(options, plan))
     except (OSError, ValueError) as error:
-        print(f"sandbox.nrp: {error}", file=sys.stderr)  # noqa: T201  # the way out of a program
+        print(f"sandbox.nrp: {error}", file=sys.stderr)  # the way out of a program
         return 1
     return 0
 
@@ -61,7 +61,7 @@ async def _serve(options: argparse.Namespace, plan: Plan | None) -> None:
             "service_gateway": GATEWAY,
             "vnet": VNET,
         }
-        print(f"sandbox provider (development only) on {server.url}", flush=True)  # noqa: T201
+        print(f"sandbox provider (development only) on {server.url}", flush=True)
         if options.ready_file is not None:
             new = options.ready_file.with_suffix(".new")
             new.write_text(json.dumps(facts))

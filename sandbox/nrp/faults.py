@@ -23,6 +23,7 @@ Kind = Literal[
     "truncate",  # apply, then send half of the answer and close
     "slow",  # only wait `seconds` before working on it
     "headers",  # 200 at once, with the headers of a long-running operation left on
+    "bare",  # 200 without any body
     "async",  # 202 (or 201), done after `seconds`, to be polled
     "async_failed",  # 202, and the poll ends with 200 and an operation that failed
     "error_in_200",  # 200 whose body is an error; nothing is applied

@@ -301,6 +301,8 @@ class NrpServer:
         self.resources.hide_addresses = False
         self._dirty = entry.applied = True
         headers = {"ETag": doc["etag"]} if "etag" in doc else {}
+        if kind == "bare":
+            return web.Response(status=200)
         if kind == "headers":
             headers |= self._poll_headers(request, route, str(uuid.uuid4()))
         if route.op == "delete_service_gateway":

@@ -45,7 +45,6 @@ from services.nrp_sync.provider import (
     Throttled,
     Unknown,
     Unreachable,
-    Unreadable,
 )
 
 PUBLIC_CLOUD = "https://management.azure.com"
@@ -110,11 +109,9 @@ class Pipe:
         """The URL of a path of the resource manager."""
         return f"{self.url}{path}?api-version={self._settings.api_version}"
 
-    def same_host(self, op: str, url: str) -> str:
-        """A link of the provider's, if it leads to the provider: the token goes along."""
-        if _origin(url) != _origin(self.url):
-            raise Unreadable(op, f"the provider sends us to another host: {urlsplit(url).hostname}")
-        return url
+    def leads_here(self, url: str) -> bool:
+        """Whether a link that we were given leads to the provider: the token goes along."""
+        return _origin(url) == _origin(self.url)
 
     async def send(self, request: HttpRequest, request_id: str = "") -> AsyncHttpResponse:
         """One exchange; every status is an answer."""

@@ -113,14 +113,15 @@ class AzureProvider:
         """Ask for the end of an accepted action. A failing poll is not a failed action."""
         url = first.headers.get("Azure-AsyncOperation") or first.headers.get("Location")
         request_id = request_id_of(first)
-        if not url:
-            raise Unknown(op, "accepted, without a word where to ask", request_id=request_id)
+        if not url or not self._pipe.leads_here(url):
+            told = "accepted, but it leads to another host" if url else "accepted, without a link"
+            raise Unknown(op, f"{told} to ask for its end", request_id=request_id)
         response = first
         while True:
             asked = retry_after_of(response.headers)
             delay = self._settings.poll_interval if asked is None else asked
             await asyncio.sleep(max(delay, _LEAST_DELAY_S))
-            request = HttpRequest("GET", self._pipe.same_host(op, url))
+            request = HttpRequest("GET", url)
             with contextlib.suppress(AzureError, aiohttp.ClientError, GateClosed):
                 response = await self._pipe.send(request)
                 if response.status_code in (200, 204):
@@ -163,7 +164,7 @@ class AzureProvider:
         async with self._pipe.operation(op):
             url: str | None = self._pipe.link(path)
             seen: set[str] = set()
-            while url is not None:
+            while url:
                 if url in seen or len(seen) >= _MAX_PAGES:
                     raise Unreadable(op, f"the list does not end after {len(seen)} pages")
                 seen.add(url)
@@ -174,7 +175,9 @@ class AzureProvider:
                     found.extend(read(entry) for entry in page.value)
                 except (msgspec.DecodeError, wire.NotUnderstood) as error:
                     raise Unreadable(op, scrub(str(error))) from error
-                url = self._pipe.same_host(op, page.next_link) if page.next_link else None
+                url = page.next_link
+                if url and not self._pipe.leads_here(url):
+                    raise Unreadable(op, "the next page is on another host")
         return found
 
     # -- public IPs -------------------------------------------------------------------------
@@ -314,7 +317,9 @@ class AzureProvider:
     async def _delete(self, kind: Any, op: str, name: str, request_id: str) -> None:
         try:
             async with self._pipe.operation(op):
-                poller = await kind.begin_delete(self._ids.group, name, **self._options(request_id))
+                poller = await kind.begin_delete(
+                    self._ids.group, name, cls=_gone, **self._options(request_id)
+                )
                 await self._pipe.result(op, poller)
         except NotFound:
             return  # gone is what was asked for
@@ -355,6 +360,12 @@ def _raw(response: Any, _deserialized: Any, _headers: Any) -> wire.Doc:
     """The body as it came, in place of the SDK's model."""
     doc: wire.Doc = msgspec.json.decode(response.http_response.content)
     return doc
+
+
+def _gone(response: Any, _deserialized: Any, _headers: Any) -> None:
+    """A DELETE's answer needs no body, but one that is no JSON is somebody else's."""
+    if response.http_response.content.strip():
+        msgspec.json.decode(response.http_response.content)
 
 
 def _status(body: bytes) -> str:
