@@ -6,7 +6,6 @@ one also then, since nobody's real server is to be killed.
 """
 
 import asyncio
-import importlib
 import importlib.util
 import os
 from collections.abc import Callable
@@ -58,13 +57,6 @@ def postgres_server(mode: str) -> Server:
     if mode == "docker":
         return DockerServer(_postgres_container, 5432, _postgres_url)
     return PostgresServer(durable=False)
-
-
-def migrate(url: str) -> None:
-    """Apply every migration, as `lbledger migrate` does."""
-    if importlib.util.find_spec("services.kit.migrate") is None:
-        return
-    importlib.import_module("services.kit.migrate").upgrade(url)
 
 
 class ExternalServer:
@@ -135,7 +127,7 @@ class DockerServer:
 
     async def _answers(self) -> None:
         async with asyncio.timeout(60):
-            while not await self._answers_now():  # noqa: ASYNC110  # another process's state
+            while not await self._answers_now():  # another process's state
                 await asyncio.sleep(0.05)
 
     async def _answers_now(self) -> bool:

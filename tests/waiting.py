@@ -4,18 +4,34 @@ import asyncio
 import inspect
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import TypeVar, overload
 
 T = TypeVar("T")
 
 
+@overload
 async def eventually(
-    condition: Callable[[], T | Awaitable[T]],
+    condition: Callable[[], Awaitable[T]],
+    timeout: float = ...,
+    *,
+    interval: float = ...,
+    message: str = ...,
+) -> T: ...
+
+
+@overload
+async def eventually(
+    condition: Callable[[], T], timeout: float = ..., *, interval: float = ..., message: str = ...
+) -> T: ...
+
+
+async def eventually(
+    condition: Callable[[], object],
     timeout: float = 10.0,
     *,
     interval: float = 0.02,
     message: str = "",
-) -> T:
+) -> object:
     """The first true value of the condition; AssertionError with its last value after the time.
 
     A condition that raises AssertionError counts as not yet true, so it may assert details.
@@ -25,7 +41,7 @@ async def eventually(
     while True:
         try:
             value = condition()
-            found: T = await value if inspect.isawaitable(value) else value
+            found: object = await value if inspect.isawaitable(value) else value
             if found:
                 return found
             last = found

@@ -45,8 +45,7 @@ class Batches:
         if len(items) < 2 or self._loop.time() < self._paused_until:
             self._publisher.enqueue(items)
         else:
-            async with self._slots:
-                await self._together(items)
+            await self._together(items)
         try:
             outcomes = await asyncio.gather(*(i.future for i in items), return_exceptions=True)
         except asyncio.CancelledError:
@@ -72,26 +71,30 @@ class Batches:
         by_subject: dict[str, list[Item]] = {}
         for item in items:
             by_subject.setdefault(item.subject, []).append(item)
-        claimed: list[str] = []
         left = False
         self._publisher.begin(items)
+        # All at once, so that two batches never wait for each other, and in the order of the calls.
+        turns = {subject: self._publisher.claim(subject) for subject in by_subject}
         try:
-            # In one order everywhere, so that no two batches wait for each other.
-            for subject in sorted(by_subject):
-                turn = self._publisher.claim(subject)
-                claimed.append(subject)
+            for turn in turns.values():
                 if turn is not None:
                     await turn
-            ack = await self._commit(items)
+            async with self._slots:
+                ack = await self._commit(items)
             left = ack is None
             if ack is not None:
                 self._settle(items, ack.seq - len(items) + 1)
         except asyncio.CancelledError:
             self._publisher.give_up(items)
             raise
+        except Unavailable:
+            return  # closed while it waited: the items say so
         finally:
-            for subject in claimed:
-                self._publisher.release(subject, by_subject[subject] if left else ())
+            for subject, turn in turns.items():
+                if turn is None or (turn.done() and not turn.cancelled() and not turn.exception()):
+                    self._publisher.release(subject, by_subject[subject] if left else ())
+                else:
+                    turn.cancel()
 
     async def _commit(self, items: list[Item]) -> Ack | None:
         """The acknowledgement of the whole; None when they must go one by one."""

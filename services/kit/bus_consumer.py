@@ -21,14 +21,14 @@ from services.kit import bus_streams
 from services.kit.bus_link import Link
 from services.kit.bus_types import BusError, Message, Unavailable, parse_headers, status
 
-INACTIVE_S: Final = 30
-_EXPIRES_S: Final = 20
-HEARTBEAT_S: Final = 2
+_NS: Final = 1_000_000_000
+INACTIVE_NS: Final = 30 * _NS
+EXPIRES_NS: Final = 20 * _NS
+HEARTBEAT_NS: Final = 2 * _NS
 # Two heartbeats missed, and a little for a busy event loop.
-_SILENCE_S: Final = 2.5 * HEARTBEAT_S
+SILENCE_S: Final = 5.0
 _MIN_BYTES: Final = 8 << 20
 _END_OF_PULL: Final = ("Message Size Exceeds MaxBytes", "Batch Completed")
-_NS: Final = 1_000_000_000
 _log = structlog.get_logger()
 
 Raw = tuple[bytes, bytes, bytes | None, bytes]
@@ -46,6 +46,8 @@ class Consumer:
         self._news = asyncio.Event()
         self._inbox = link.inbox()
         self._listener = link.listen(self._inbox, self._on_message)
+        # The server keeps no such consumer over a restart, and another server has none.
+        self._watcher = link.watch(lambda up: self.breaks("reconnected" if up else "disconnected"))
         self._request = b""
         self.broken: str | None = None
         self.lag = 0
@@ -74,9 +76,9 @@ class Consumer:
 
     async def wait(self, timeout: float) -> None:
         """Until a message is there, it is broken, or the time is over."""
-        silent_in = self._heard_at + _SILENCE_S - self._loop.time()
+        silent_in = self._heard_at + SILENCE_S - self._loop.time()
         if self._outstanding and silent_in <= 0:
-            self.breaks(f"nothing heard for {_SILENCE_S:g} s")
+            self.breaks(f"nothing heard for {SILENCE_S:g} s")
         if self._buffer or self.broken:
             # The socket is read between turns of the loop: a caller that always finds messages
             # must give it one.
@@ -122,6 +124,7 @@ class Consumer:
         """Delete it, as far as that is possible; else the server will, after its threshold."""
         self.breaks("closed")
         self._link.unlisten(self._listener)
+        self._link.unwatch(self._watcher)
         if self._link.connected:
             call = f"CONSUMER.DELETE.{self._stream}.{self.name}"
             try:
@@ -136,7 +139,7 @@ class Consumer:
             "replay_policy": "instant",
             "mem_storage": True,
             "num_replicas": 1,
-            "inactive_threshold": INACTIVE_S * _NS,
+            "inactive_threshold": INACTIVE_NS,
             **({"filter_subject": filters[0]} if len(filters) == 1 else {}),
             **({"filter_subjects": list(filters)} if len(filters) > 1 else {}),
             **config,
@@ -154,8 +157,8 @@ class Consumer:
                     {
                         "batch": self._batch,
                         "max_bytes": max(_MIN_BYTES, 2 * self._link.max_payload),
-                        "expires": _EXPIRES_S * _NS,
-                        "idle_heartbeat": HEARTBEAT_S * _NS,
+                        "expires": EXPIRES_NS,
+                        "idle_heartbeat": HEARTBEAT_NS,
                     }
                 )
             if not self._outstanding:

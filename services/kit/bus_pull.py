@@ -56,7 +56,6 @@ class Puller:
         self._building: asyncio.Task[Consumer] | None = None
         self._missing: StreamMissing | None = None
         self._failed: BusError | None = None
-        self._watcher = link.watch(self._on_state)
 
     async def fetch(self, max_messages: int = 500, timeout: float = 1.0) -> list[Message]:
         """What is there, waiting only for the first; nothing after the time is no error.
@@ -84,7 +83,6 @@ class Puller:
 
     async def close(self) -> None:
         """Delete the consumer."""
-        self._link.unwatch(self._watcher)
         self._failed = self._failed or Unavailable(f"the puller of {self._stream} is closed")
         if self._building is not None:
             self._building.cancel()
@@ -95,11 +93,6 @@ class Puller:
         if self._consumer is not None:
             await self._consumer.close()
             self._consumer = None
-
-    def _on_state(self, up: bool) -> None:
-        # The server keeps no such consumer over a restart, and another server has none.
-        if self._consumer is not None:
-            self._consumer.breaks("reconnected" if up else "disconnected")
 
     async def _rebuilt(self, timeout: float) -> bool:
         """Have a working consumer within the time. The work goes on between calls."""

@@ -27,6 +27,7 @@ _log = structlog.get_logger()
 _NO_STREAM: Final = 10059
 _NO_MESSAGE: Final = 10037
 _NAME_IN_USE: Final = 10058
+_BAD_CONFIG: Final = 10052  # comes with 500
 # What a server answers while a leader is elected or it is short of something: same call later.
 RETRIABLE_CODES: Final = frozenset({408, 409, 429, 500, 503})
 
@@ -67,7 +68,7 @@ async def api(link: Link, call: str, body: object = None, timeout: float = 5.0) 
         return reply.data
     if error.err_code == _NO_STREAM:
         raise StreamMissing(f"{call}: {error.description}")
-    if error.code in RETRIABLE_CODES:
+    if error.code in RETRIABLE_CODES and error.err_code != _BAD_CONFIG:
         raise Unavailable(f"{call}: {error}")
     raise JetStreamError(call, error)
 
@@ -165,7 +166,8 @@ def _wanted(spec: StreamSpec) -> dict[str, Any]:
         "max_age": _ns(spec.max_age_s),
         "max_bytes": spec.max_bytes,
         "num_replicas": spec.replicas,
-        "duplicate_window": _ns(spec.duplicate_window_s),
+        # The server refuses a window longer than the age.
+        "duplicate_window": _ns(min(spec.duplicate_window_s, spec.max_age_s)),
         "compression": spec.compression,
         "allow_direct": True,
         "allow_atomic": True,

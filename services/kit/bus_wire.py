@@ -7,7 +7,7 @@ messages, sending, and reconnecting. A connection that ends is not repaired but 
 object, so nothing half-sent can survive it, and every way to end is handled alike.
 
 For this it relies on these internals of nats-py 2.16: `_process_msg`, `_pending`, `_sid`,
-`_pending_data_size`, `_flush_queue`. tests/adapters/test_bus_wire.py fails when they change.
+`_pending_data_size`, `_flush_queue`. tests/adapters/test_bus_link.py fails when they change.
 """
 
 import asyncio
