@@ -133,6 +133,14 @@ class NrpSettings(Section, frozen=True, kw_only=True):
     location: str = "local"
     virtual_network: str = "vnet"
     token: Secret = Secret("")  # a fixed bearer token (sandbox); empty: azure-identity's chain
+    provider: str = "azure"  # azure | memory | module:function
+    vnet_resource_group: str = ""  # empty: resource_group
+    network_subscription: str = ""  # of the network resources; empty: subscription
+    api_version: str = "2025-09-01"
+    request_timeout_s: float = 60.0  # one HTTP exchange
+    operation_timeout_s: float = 300.0  # a whole operation, long-running ones included
+    poll_s: float = 5.0  # between two looks at a long-running operation
+    rate_limit: float = 0.0  # requests a second and kind that we allow ourselves; 0: no limit
 
 
 class ApplierSettings(Section, frozen=True, kw_only=True):
@@ -307,6 +315,9 @@ def _check(settings: Settings) -> None:
         ("watcher.absent_poll_s", settings.watcher.absent_poll_s),
         ("watcher.check_s", settings.watcher.check_s),
         ("applier.workers", settings.applier.workers),
+        ("nrp.request_timeout_s", settings.nrp.request_timeout_s),
+        ("nrp.operation_timeout_s", settings.nrp.operation_timeout_s),
+        ("nrp.poll_s", settings.nrp.poll_s),
         ("database.pool_size", settings.database.pool_size),
         ("nats.replicas", settings.nats.replicas),
     ):
