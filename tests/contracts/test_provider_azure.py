@@ -19,6 +19,8 @@ from aiohttp import web
 from sandbox.nrp import Fault, NrpServer, Plan
 from sandbox.nrp.admin import Edit, apply
 from sandbox.nrp.server import SUBSCRIPTION
+from services.kit.config import NrpSettings, Secret
+from services.nrp_sync.connecting import connect, provider_settings
 from services.nrp_sync.provider import (
     AuthFailed,
     Conflict,
@@ -538,6 +540,14 @@ class TestConnecting:
         """[S08] Each is refused by name, with what would be right."""
         with pytest.raises(ValueError, match=expected):
             await open_provider(azure_settings(server, **change))
+
+    async def test_the_services_own_settings_connect(self, server: NrpServer) -> None:
+        """Section `nrp` of the settings is enough; its masked token is sent as it really is."""
+        settings = NrpSettings(endpoint=server.url, token=Secret("sandbox-token"))
+        assert provider_settings(settings).token == "sandbox-token"
+        provider = await connect(settings)
+        assert [service.default for service in await provider.list_services()] == [True]
+        await provider.close()
 
     async def test_a_refused_token(self, server: NrpServer, provider: Provider) -> None:
         """401 and 403 are `AuthFailed`, so that someone is told and nobody bisects."""
