@@ -284,7 +284,7 @@ def weigh(
     if not changes and now_held == image.held:
         return None
     backends = _judged(image.backends, changes)
-    dummy, dummy6 = stand_ins(backends, balancer.plan.families, dummies)
+    dummy, dummy6 = stand_ins(backends, image.families or ("IPv4",), dummies)
     return HealthChanged(
         at=at,
         owner=balancer.owner,
