@@ -18,7 +18,7 @@ def _arguments() -> argparse.Namespace:
         prog="python -m sandbox.kube",
         description="A Kubernetes API for development and tests: loopback only, not secure.",
     )
-    parser.add_argument("--port", type=int, default=0, help="0 takes a free one (default)")
+    parser.add_argument("--port", type=int, default=0, help="of TLS; 0 takes a free one")
     parser.add_argument("--state", type=Path, help="folder that keeps the objects; none: memory")
     parser.add_argument("--kubeconfig", type=Path, help="where to write a kubeconfig")
     parser.add_argument("--token", help="bearer token to accept (default: a random one)")
@@ -47,7 +47,8 @@ def _announce(path: Path, server: KubeServer) -> None:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".new")
-    draft.write_bytes(msgspec.json.encode({"url": server.url, "pid": os.getpid()}))
+    told = {"url": server.secure_url, "http": server.url, "pid": os.getpid()}
+    draft.write_bytes(msgspec.json.encode(told))
     draft.replace(path)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import base64
 from pathlib import Path
 
 import yaml
 
 from sandbox.kube.resources import Object, Registry
 from sandbox.kube.store import Store
+from sandbox.kube.tls import write_private
 from sandbox.kube.writes import Options, Writer
 
 _NAMESPACES = ("default", "kube-node-lease", "kube-public", "kube-system")
@@ -41,12 +42,16 @@ def _object(kind: str, name: str) -> Object:
     return {"apiVersion": "v1", "kind": kind, "metadata": {"name": name}}
 
 
-def kubeconfig(path: Path, url: str, token: str) -> Path:
+def kubeconfig(path: Path, url: str, token: str, authority: bytes) -> Path:
     """Write a kubeconfig with the token in it, readable by its owner only."""
+    cluster = {
+        "server": url,
+        "certificate-authority-data": base64.b64encode(authority).decode(),
+    }
     config = {
         "apiVersion": "v1",
         "kind": "Config",
-        "clusters": [{"name": "sandbox", "cluster": {"server": url}}],
+        "clusters": [{"name": "sandbox", "cluster": cluster}],
         "users": [{"name": "sandbox", "user": {"token": token}}],
         "contexts": [
             {
@@ -57,9 +62,5 @@ def kubeconfig(path: Path, url: str, token: str) -> Path:
         "current-context": "sandbox",
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".new")
-    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(handle, "w") as file:
-        yaml.safe_dump(config, file, sort_keys=False)
-    draft.replace(path)
+    write_private(path, yaml.safe_dump(config, sort_keys=False).encode())
     return path

@@ -30,6 +30,7 @@ from sandbox.kube.journal import Journal
 from sandbox.kube.requests import Target
 from sandbox.kube.resources import Object, Registry
 from sandbox.kube.store import Store
+from sandbox.kube.tls import Certificate, write_private
 from sandbox.kube.watches import Watch, error_line
 from sandbox.kube.writes import Options, Writer
 
@@ -41,7 +42,10 @@ _encode = msgspec.json.encode
 
 
 class KubeServer:
-    """A small Kubernetes API on loopback.
+    """A small Kubernetes API on loopback, behind two doors.
+
+    `url` is plain HTTP, for tests; `secure_url` is TLS, for kubeconfigs: `kubectl` and others
+    send a token over TLS only.
 
     `faults` orders trouble and counts requests; `cut_watches`, `compact` and `rotate_token` do
     what their names say. All of it can be reached under `/sandbox/` as well.
@@ -51,6 +55,7 @@ class KubeServer:
         self,
         *,
         port: int = 0,
+        http_port: int = 0,
         token: str | None = None,
         state: Path | str | None = None,
         history: int = 20_000,
@@ -58,7 +63,8 @@ class KubeServer:
         longest_watch: float = 3600.0,
         max_object: int = 1536 * 1024,
     ) -> None:
-        self.token = token or secrets.token_urlsafe(24)
+        self._state = Path(state) if state is not None else None
+        self.token = token or _kept_token(self._state)
         self.faults = Faults()
         self.store = Store(history=history)
         self.registry = Registry(builtin())
@@ -66,10 +72,11 @@ class KubeServer:
         self.writer = Writer(self.registry, self.store, max_object=max_object)
         self._deleter = Deleter(self.store, self.writer)
         self._collector = Collector(self.registry, self.store, self.writer, self._deleter)
-        self._journal = Journal(Path(state)) if state is not None else None
+        self._journal = Journal(self._state) if self._state is not None else None
         self._bookmark_every = bookmark_every
         self._longest_watch = longest_watch
-        self._port = port
+        self._ports = {"http": http_port, "https": port}
+        self._certificate: Certificate | None = None
         self._old_tokens: set[str] = set()
         self._watches: dict[Watch, tuple[Target, asyncio.Event]] = {}
         self._cuts: dict[Watch, Cut] = {}
@@ -85,9 +92,13 @@ class KubeServer:
         server = web.Server(self._handle, access_log=None, handler_cancellation=True)
         self._runner = web.ServerRunner(server, shutdown_timeout=1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self._port)
-        await site.start()
-        self._port = self._runner.addresses[0][1]
+        self._certificate = Certificate.kept_in(self._state)
+        contexts = {"http": None, "https": self._certificate.server_context()}
+        for scheme, context in contexts.items():
+            port = self._ports[scheme]
+            site = web.TCPSite(self._runner, "127.0.0.1", port, ssl_context=context)
+            await site.start()
+            self._ports[scheme] = self._runner.addresses[-1][1]
         self._tasks.append(asyncio.create_task(self._collector.run()))
         return self
 
@@ -112,16 +123,19 @@ class KubeServer:
         await self.stop()
 
     @property
-    def port(self) -> int:
-        return self._port
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._ports['http']}"
 
     @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
+    def secure_url(self) -> str:
+        return f"https://127.0.0.1:{self._ports['https']}"
 
     def write_kubeconfig(self, path: Path | str) -> Path:
         """Write a kubeconfig that reaches this server; only its owner may read it."""
-        return kubeconfig(Path(path), self.url, self.token)
+        if self._certificate is None:
+            raise RuntimeError("the server must be started before its kubeconfig is written")
+        authority = self._certificate.certificate
+        return kubeconfig(Path(path), self.secure_url, self.token, authority)
 
     # -- trouble to order --------------------------------------------------------------------
 
@@ -345,7 +359,7 @@ class KubeServer:
                 kind = discovery.AGGREGATED
                 made = discovery.aggregated(self.registry, core=path == "/api")
             elif path == "/api":
-                made = discovery.versions(f"127.0.0.1:{self._port}")
+                made = discovery.versions(f"127.0.0.1:{self._ports['https']}")
             else:
                 made = discovery.groups(self.registry)
         elif parts[0] == "api" and len(parts) == 2 and self.registry.serves("", parts[1]):
@@ -361,6 +375,17 @@ class KubeServer:
         if not known:
             raise ApiError(403, f'forbidden: User "system:anonymous" cannot get path "{path}"')
         return web.Response(body=_encode(made), headers={"Content-Type": kind})
+
+
+def _kept_token(folder: Path | None) -> str:
+    """A random token; with a folder, the one that was random at the first start."""
+    if folder is None:
+        return secrets.token_urlsafe(24)
+    path = folder / "token"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_private(path, secrets.token_urlsafe(24).encode())
+    return path.read_text().strip()
 
 
 def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
