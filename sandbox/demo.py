@@ -11,7 +11,8 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ import msgspec
 
 from sandbox.child import ServerError
 from sandbox.stack import KUBE_TOKEN, Stack
+from services.kit.bus import Bus
 
 EXAMPLES: Final = Path(__file__).parent.parent / "examples"
 GROUP: Final = "/apis/loadbalancer.harvesterhci.io/v1beta1"
@@ -114,6 +116,10 @@ async def play(stack: Stack, cluster: Cluster) -> None:
             server.close()
 
 
+def _has_ingress(network: str, found: dict[str, Any]) -> bool:
+    return bool(found["status"]["loadBalancer"]["ingress"][0]["ip"].startswith(network))
+
+
 def _ready_backends(status: dict[str, Any]) -> int:
     return sum(bool(backend["ready"]) for backend in status["backends"])
 
@@ -150,9 +156,7 @@ async def settle(cluster: Cluster) -> None:
         await cluster.until(
             f"service {name}: has an address",
             f"{service}/{name}",
-            lambda found, network=network: found["status"]["loadBalancer"]["ingress"][0][
-                "ip"
-            ].startswith(network),
+            partial(_has_ingress, network),
         )
     for name in ("public", "tiny"):
         await cluster.until(
@@ -176,9 +180,24 @@ async def report(stack: Stack, http: aiohttp.ClientSession) -> None:
     async with http.get(f"{provider}/sandbox/requests") as reply:
         requests = msgspec.json.decode(await reply.read())
     headers = {"Authorization": f"Bearer {KUBE_TOKEN}"}
-    async with http.get(f"{stack.kube_url}/sandbox/requests", headers=headers) as reply:
-        writes = msgspec.json.decode(await reply.read())
-    say(f"\nrequests to the provider: {requests}\nwrites to the API server: {writes}")
+    async with http.get(f"{stack.kube_url}/sandbox/counts", headers=headers) as reply:
+        counts = msgspec.json.decode(await reply.read())
+    say("\nwhat it cost")
+    say(f"  writes to the API server, kubectl's included: {counts['writes']}")
+    say(f"  requests to the provider: {sum(requests['counts'].values())}")
+    async with connected(stack.env["LBLEDGER_NATS_URL"]) as bus:
+        for stream in ("KUBE", "LB"):
+            state = await bus.stream_state(stream)
+            say(f"  events in stream {stream}: {state.messages}")
+
+
+@contextlib.asynccontextmanager
+async def connected(url: str) -> AsyncIterator[Bus]:
+    bus = await Bus.connect(url, name="demo")
+    try:
+        yield bus
+    finally:
+        await bus.close()
 
 
 async def main() -> int:

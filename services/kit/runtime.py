@@ -24,7 +24,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from schema.subjects import STREAMS, StreamSpec
 from services.kit import db, log
 from services.kit.bus import Bus
-from services.kit.config import Settings, public_url
+from services.kit.config import ConfigError, Settings, public_url
 from services.kit.health import Health
 
 logger = structlog.get_logger()
@@ -165,5 +165,8 @@ def _outcome(task: asyncio.Future[None]) -> int:
     error = task.exception()
     if error is None or isinstance(error, Stopped):
         return 0
+    if isinstance(error, ConfigError):
+        logger.error("config.bad", why=str(error))
+        return 2
     logger.error("service.failed", exc_info=error)
     return 1

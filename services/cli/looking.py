@@ -1,0 +1,327 @@
+"""The commands that show state: load balancers and pools from the log, leases from the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import msgspec
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from schema import events, names, objects, subjects
+from schema.subjects import ObjectRef
+from services.cli import printing, reading, session
+from services.cli.reading import Entry
+from services.kit.bus import Bus
+from services.kit.config import ConfigError, public_url
+
+T = TypeVar("T")
+OUR_CLASSES = (names.POOL_CLASS, names.NRP_CLASS)
+
+
+class Balancer(msgspec.Struct, kw_only=True, omit_defaults=False):
+    """What is known of one owner of an address, from the last event of each subject."""
+
+    kind: str
+    namespace: str
+    name: str
+    address: str = ""
+    pool: str = ""
+    backends: int | None = None
+    healthy: int | None = None
+    ready: bool = False
+    reason: str = ""
+    message: str = ""
+    conditions: list[objects.Condition] = []
+    backend_list: list[events.Backend] = []
+    dummy: str = ""
+    provider: str = ""
+
+
+# --- load balancers ---
+
+
+async def balancers(bus: Bus) -> list[Balancer]:
+    """Every LoadBalancer, and every Service of our classes, in order of namespace and name."""
+    found: dict[ObjectRef, Balancer] = {}
+    for plural in ("loadbalancers", "services"):
+        for entry in await reading.last(bus, "KUBE", f"kube.{plural}.>"):
+            if (one := _from_fact(entry.event)) is not None:
+                found[ObjectRef(plural, one.namespace, one.name)] = one
+    for branch in ("lb.lease", "lb.backends", "lb.health", "lb.provider"):
+        for entry in await reading.last(bus, "LB", f"{branch}.>"):
+            ref = subjects.subject_ref(entry.subject)
+            if ref is not None and ref in found:
+                _add_decision(found[ref], entry)
+    return [found[ref] for ref in sorted(found)]
+
+
+def _from_fact(event: events.AnyEvent) -> Balancer | None:
+    match event:
+        case events.LoadBalancerSeen(object=lb):
+            status = lb.status or objects.LoadBalancerStatus()
+            allocated = status.allocated_address or objects.AllocatedAddress()
+            one = Balancer(
+                kind="LoadBalancer",
+                namespace=lb.metadata.namespace,
+                name=lb.metadata.name,
+                address=status.address or allocated.ip,
+                pool=allocated.ip_pool,
+                conditions=status.conditions or [],
+            )
+        case events.ServiceSeen(object=service) if _ours(service):
+            status_ = service.status or objects.ServiceStatus()
+            ingress = (status_.load_balancer or objects.LoadBalancerIngress()).ingress or []
+            one = Balancer(
+                kind="Service",
+                namespace=service.metadata.namespace,
+                name=service.metadata.name,
+                address=", ".join(entry.ip or entry.hostname for entry in ingress),
+                conditions=status_.conditions or [],
+            )
+            one.ready = bool(one.address)
+        case _:
+            return None
+    for condition in one.conditions:
+        if condition.type == "Ready":
+            one.ready = condition.status == "True"
+            one.reason, one.message = condition.reason, condition.message
+    return one
+
+
+def _ours(service: objects.Service) -> bool:
+    spec = service.spec
+    return spec.type == "LoadBalancer" and spec.load_balancer_class in OUR_CLASSES
+
+
+def _add_decision(one: Balancer, entry: Entry) -> None:
+    match entry.event:
+        case events.LeaseGranted() | events.LeaseAdopted() as lease:
+            one.pool = one.pool or lease.pool
+        case events.LeaseRefused() as refused:
+            one.pool = one.pool or refused.pool
+            if not one.ready:
+                one.reason, one.message = refused.reason, refused.message
+        case events.BackendsResolved() as resolved:
+            one.backend_list = list(resolved.backends)
+            one.backends = len(resolved.backends)
+            one.healthy = sum(backend.ready for backend in resolved.backends)
+            one.dummy = resolved.dummy
+        case events.HealthChanged() as changed:
+            # Counted over the image that the change belongs to; an older change is overtaken.
+            if one.backends == changed.total:
+                one.healthy, one.dummy = changed.healthy, changed.dummy
+        case events.ProviderStateChanged() as state:
+            one.provider = "in step" if state.in_step else state.reason
+            one.backends = state.backends
+            one.healthy = state.backends
+            if not state.in_step:
+                one.reason, one.message = state.reason, state.message
+        case _:
+            pass
+
+
+def lb_list(namespace: str, as_json: bool) -> int:
+    found = reading.run(balancers)
+    found = [one for one in found if not namespace or one.namespace == namespace]
+    if as_json:
+        printing.emit_json([_short(one) for one in found])
+        return 0
+    if not found:
+        print("no load balancer is known")
+    printing.table(
+        ["NAME", "ADDRESS", "POOL", "HEALTHY", "READY", "REASON"],
+        [
+            [_label(one), one.address, one.pool, _health(one), one.ready, _reason(one)]
+            for one in found
+        ],
+    )
+    return 0
+
+
+def lb_show(name: str, as_json: bool) -> int:
+    ref = reading.owner_ref(name)
+    kind = {"loadbalancers": "LoadBalancer", "services": "Service"}[ref.plural]
+
+    async def find(bus: Bus) -> tuple[Balancer | None, list[events.Backend]]:
+        for one in await balancers(bus):
+            if (one.kind, one.namespace, one.name) == (kind, ref.namespace, ref.name):
+                return one, await current_backends(bus, ref)
+        return None, []
+
+    one, backends = reading.run(find)
+    if one is None:
+        return printing.fail(f"no {kind} {ref.namespace}/{ref.name} is known")
+    if as_json:
+        printing.emit_json({**_short(one), "conditions": one.conditions, "backends": backends})
+        return 0
+    printing.table(
+        ["FIELD", "VALUE"],
+        [
+            ["name", _label(one)],
+            ["address", one.address],
+            ["pool", one.pool],
+            ["healthy", _health(one)],
+            ["dummy", one.dummy],
+            ["provider", one.provider],
+            ["ready", f"{'yes' if one.ready else 'no'} {_reason(one)}".strip()],
+        ],
+    )
+    if one.conditions:
+        print("\nconditions")
+        printing.table(
+            ["TYPE", "STATUS", "SINCE", "REASON"],
+            [
+                [c.type, c.status, c.last_transition_time, f"{c.reason} {c.message}".strip()]
+                for c in one.conditions
+            ],
+            indent="  ",
+        )
+    if backends:
+        print("\nbackends")
+        printing.table(
+            ["NAME", "ADDRESS", "READY", "STATE", "REASON"],
+            [[b.name, b.address, b.ready, b.state, b.reason] for b in backends],
+            indent="  ",
+        )
+    return 0
+
+
+async def current_backends(bus: Bus, ref: ObjectRef) -> list[events.Backend]:
+    """The last complete image with the changes since, as the applier folds them."""
+    patterns = [subjects.object_subject(branch, ref) for branch in ("lb.backends", "lb.health")]
+    image: dict[tuple[str, str], events.Backend] = {}
+    for entry in await reading.history(bus, "LB", patterns):
+        match entry.event:
+            case events.BackendsResolved() as resolved:
+                image = {(b.uid, b.address): b for b in resolved.backends}
+            case events.HealthChanged() as changed:
+                for change in changed.changes:
+                    key = (change.uid, change.address)
+                    if key in image:
+                        image[key] = msgspec.structs.replace(
+                            image[key],
+                            state=change.state,
+                            ready=change.ready,
+                            reason=change.reason,
+                        )
+            case _:
+                pass
+    return list(image.values())
+
+
+def _short(one: Balancer) -> dict[str, Any]:
+    plain = msgspec.to_builtins(one)
+    for name in ("conditions", "backend_list"):
+        del plain[name]
+    return dict(plain)
+
+
+def _label(one: Balancer) -> str:
+    prefix = "services/" if one.kind == "Service" else ""
+    return f"{prefix}{one.namespace}/{one.name}"
+
+
+def _health(one: Balancer) -> str:
+    if one.backends is None:
+        return "-"
+    return f"{one.healthy}/{one.backends}"
+
+
+def _reason(one: Balancer) -> str:
+    if one.ready:
+        return one.provider
+    return ": ".join(part for part in (one.reason, one.message) if part)
+
+
+# --- pools ---
+
+
+async def pools(bus: Bus) -> list[dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for entry in await reading.last(bus, "KUBE", "kube.ippools.>"):
+        if isinstance(entry.event, events.IPPoolSeen):
+            pool = entry.event.object
+            found[pool.metadata.name] = {
+                "name": pool.metadata.name,
+                "ranges": [_range(item) for item in pool.spec.ranges or []],
+                "priority": pool.spec.selector.priority if pool.spec.selector else 0,
+            }
+    for entry in await reading.last(bus, "LB", "lb.lease.ippools.>"):
+        event = entry.event
+        if isinstance(event, events.PoolAccounted) and event.pool in found:
+            found[event.pool] |= {
+                "total": event.total,
+                "available": event.available,
+                "waiting": event.waiting,
+                "ready": event.ready,
+                "reason": event.reason,
+                "message": event.message,
+            }
+    return [found[name] for name in sorted(found)]
+
+
+def pool_list(as_json: bool) -> int:
+    found = reading.run(pools)
+    if as_json:
+        printing.emit_json(found)
+        return 0
+    if not found:
+        print("no pool is known")
+    printing.table(
+        ["POOL", "TOTAL", "FREE", "WAITING", "READY", "RANGES"],
+        [
+            [
+                pool["name"],
+                pool.get("total"),
+                pool.get("available"),
+                pool.get("waiting"),
+                pool.get("ready"),
+                ", ".join(pool["ranges"])
+                + (f" ({pool['message']})" if pool.get("message") else ""),
+            ]
+            for pool in found
+        ],
+    )
+    return 0
+
+
+def _range(item: objects.PoolRange) -> str:
+    if item.range_start or item.range_end:
+        return f"{item.range_start or item.subnet}-{item.range_end or item.subnet}"
+    return item.subnet
+
+
+# --- what only the databases know ---
+
+
+def query(job: Callable[[AsyncConnection], Awaitable[T]]) -> T:
+    """Run one read on the database; ConfigError says in one line why it can't be."""
+    from services.kit import db
+
+    settings = session.settings().database
+
+    async def main() -> T:
+        engine = db.create_engine(settings, application="cli")
+        try:
+            async with asyncio.timeout(15), engine.connect() as conn:
+                return await job(conn)
+        except Exception as error:
+            raise ConfigError(
+                f"can't read {public_url(settings.url.reveal())}: {db.plain_error(error)}"
+            ) from error
+        finally:
+            await engine.dispose()
+
+    return asyncio.run(main())
+
+
+def parse_time(text: str) -> datetime:
+    """RFC 3339, UTC where no zone is given; raises ConfigError."""
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise ConfigError(f"--at {text!r}: write a time like 2026-11-30T12:00:00Z") from error
+    return at if at.tzinfo else at.replace(tzinfo=UTC)
