@@ -103,6 +103,12 @@ class WatcherSettings(Section, frozen=True, kw_only=True):
 
 class AllocatorSettings(Section, frozen=True, kw_only=True):
     classless: bool = False  # also take Services of type LoadBalancer without a class
+    overflow: bool = False  # an exhausted pool hands over to the next one that fits
+    global_per_network: bool = False  # a global pool serves only requests of its own network
+    open_pools: bool = False  # pools without scope also serve those that do not name them
+    explicit_bypasses_scope: bool = False  # naming a pool is enough to use it, as in Harvester
+    grace_s: float = 60.0  # before the lease of an owner that a complete list lacks is reclaimed
+    cooldown_s: float = 0.0  # before a freed address goes to somebody else
 
 
 class ProberSettings(Section, frozen=True, kw_only=True):
@@ -141,6 +147,20 @@ class NrpSettings(Section, frozen=True, kw_only=True):
     operation_timeout_s: float = 300.0  # a whole operation, long-running ones included
     poll_s: float = 5.0  # between two looks at a long-running operation
     rate_limit: float = 0.0  # requests a second and kind that we allow ourselves; 0: no limit
+    dual_stack: str = "reject"  # reject | first-family: serve a dual-stack Service in its first
+    quiet_s: float = 0.1  # a change waits this long for more of its kind ...
+    latency_s: float = 1.0  # ... but never longer than this
+    interval_s: float = 0.1  # between two batches of addresses
+    batch_addresses: int = 500
+    batch_bytes: int = 1 << 20
+    batches: int = 2  # of addresses, at once
+    workers: int = 10  # calls about single resources at once
+    read_interval_s: float = 300.0  # how often the provider is read back to find drift
+    retry_first_s: float = 1.0
+    retry_cap_s: float = 30.0
+    park_s: float = 300.0  # an operation that ran out of tries rests this long
+    orphan_grace_s: float = 2.0  # requests of a dead process may still arrive for this long
+    keep_requests: int = 5000
 
 
 class ApplierSettings(Section, frozen=True, kw_only=True):
@@ -305,7 +325,15 @@ def _check(settings: Settings) -> None:
     _choice(
         "applier.announcer", settings.applier.announcer, ("none", "kube-vip", "metallb", "cilium")
     )
+    _choice("nrp.dual_stack", settings.nrp.dual_stack, ("reject", "first-family"))
     for name, value in (
+        ("nrp.batch_addresses", settings.nrp.batch_addresses),
+        ("nrp.batch_bytes", settings.nrp.batch_bytes),
+        ("nrp.batches", settings.nrp.batches),
+        ("nrp.workers", settings.nrp.workers),
+        ("nrp.read_interval_s", settings.nrp.read_interval_s),
+        ("nrp.retry_first_s", settings.nrp.retry_first_s),
+        ("nrp.keep_requests", settings.nrp.keep_requests),
         ("projector.batch", settings.projector.batch),
         ("projector.beat_s", settings.projector.beat_s),
         ("watcher.republish_s", settings.watcher.republish_s),

@@ -54,11 +54,15 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 def problems(settings: ProviderSettings) -> list[str]:
     """What keeps these settings from working, beyond what the port itself checks."""
+    found = settings.problems()
     url = urlsplit(settings.base_url or PUBLIC_CLOUD)
-    if url.scheme == "https" or (url.scheme == "http" and url.hostname in _LOOPBACK):
-        return settings.problems()
-    wrong = f"base_url is {settings.base_url!r}, it must be https (http only on loopback)"
-    return [*settings.problems(), wrong]
+    if url.scheme == "https":
+        return found
+    if url.scheme != "http" or url.hostname not in _LOOPBACK:
+        found.append(f"base_url is {settings.base_url!r}, it must be https (http only on loopback)")
+    elif not settings.token:
+        found.append("token is empty, it must be set where base_url is http")
+    return found
 
 
 class Pipe:

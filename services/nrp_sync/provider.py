@@ -468,8 +468,12 @@ async def open_provider(settings: ProviderSettings) -> Provider:
             "or 'module:function'"
         )
     # Azure's SDK takes seconds to import: not on the loop, the health page must answer meanwhile.
-    loaded = await asyncio.to_thread(importlib.import_module, module)
-    provider: Provider = await getattr(loaded, function)(settings)
+    try:
+        loaded = await asyncio.to_thread(importlib.import_module, module)
+        connect = getattr(loaded, function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"provider is {settings.provider!r}: {error}") from error
+    provider: Provider = await connect(settings)
     return provider
 
 

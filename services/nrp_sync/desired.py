@@ -1,0 +1,454 @@
+"""Which address, behind which node, should carry which services: the wish, kept up to date.
+
+Sources are the rows of EndpointSlices and of egress pods, each with its node's name. A source is
+filed under the location (the node's InternalIP of the address's own family), so an address that two
+slices list stays while one of them does. One changed endpoint costs one dictionary entry, whatever
+the size of the cluster; a node that moves costs the addresses behind it.
+
+Rules: an endpoint counts while `ready` is not false (nothing said is ready); `serving` and
+`terminating` are not consulted, a draining endpoint takes no new connections here. Without a
+nodeName, or with an address that is none, an endpoint is left out and counted; one whose node is
+unknown waits and is counted. An address counts for a service of its own family only.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+from schema import objects
+from schema.names import SERVICE_NAME_LABEL
+from services.nrp_sync.wishes import Family
+
+Kind: TypeAlias = Literal["inbound", "outbound"]
+Refs: TypeAlias = tuple[str, ...]
+"""The services of one address: ordered names, () when it should not be there."""
+NONE: Final[Refs] = ()
+
+
+class Name(NamedTuple):
+    """Namespace and name of an object."""
+
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}" if self.namespace else self.name
+
+
+class Location(NamedTuple):
+    """A node's InternalIPs, None for a family that it has none of."""
+
+    v4: str | None
+    v6: str | None
+
+    def of(self, address: str) -> str | None:
+        return self.v6 if ":" in address else self.v4
+
+
+NOWHERE: Final = Location(None, None)
+
+
+class LeftOut(NamedTuple):
+    """Endpoints of one source that are no backends, by why."""
+
+    not_ready: int = 0
+    draining: int = 0
+    no_node: int = 0
+    malformed: int = 0
+
+    def __bool__(self) -> bool:
+        return any(self[:])
+
+
+ALL_USED: Final = LeftOut()
+
+
+class Reading(NamedTuple):
+    """What a slice or a pod says."""
+
+    name: Name
+    uid: str
+    endpoints: dict[str, str]
+    """Address to node."""
+    service: Name | None = None
+    service_uid: str = ""
+    left_out: LeftOut = ALL_USED
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A service as the addresses behind it see it. `ready`: registered and not being deleted."""
+
+    kind: Kind
+    identity: str
+    family: Literal[0, 4, 6] = 0
+    """The family it takes, 0 for every one."""
+    ready: bool = False
+    sources: set[Source] = field(default_factory=set)
+    alone: Refs = NONE
+    """The services of an address that only this one has."""
+
+    def __post_init__(self) -> None:
+        self.alone = (self.identity,)
+
+    def takes(self, address: str) -> bool:
+        return self.ready and (self.family == 0 or self.family == family_of(address))
+
+
+@dataclass(slots=True, eq=False)
+class Source:
+    """An EndpointSlice or an egress pod as we hold it."""
+
+    name: Name
+    uid: str
+    endpoints: dict[str, str]
+    service: Name | None = None
+    service_uid: str = ""
+    left_out: LeftOut = ALL_USED
+    member: Member | None = None
+    sixes: int = 0
+    """How many of the addresses are of IPv6."""
+    epoch: str = ""
+    seq: int = 0
+    """Epoch and stream sequence of the last fact about it, kept by who reads the stream."""
+
+
+Held: TypeAlias = Source | tuple[Source, ...]
+Changed: TypeAlias = Callable[[str, str, Refs, Refs], None]
+"""Told of each (location, address) whose services changed: before and after."""
+Touched: TypeAlias = Callable[[str, bool], None]
+"""Told of each location that got its first source, or lost its last."""
+
+
+def family_of(address: str) -> Family:
+    return 6 if ":" in address else 4
+
+
+def parse_ip(text: str) -> str | None:
+    """The canonical address in a text, None when it is none (a name, a zone, a prefix)."""
+    try:
+        address = str(ipaddress.ip_address(text.strip()))
+    except ValueError:
+        return None
+    return None if "%" in address else address
+
+
+def read_slice(view: objects.EndpointSlice, old: Source | None = None) -> Reading:
+    """What a slice says. `old`, what it said before, saves parsing the addresses that stayed."""
+    meta = view.metadata
+    seen = old.endpoints if old is not None else {}
+    service = (meta.labels or {}).get(SERVICE_NAME_LABEL)
+    endpoints: dict[str, str] = {}
+    not_ready = draining = no_node = malformed = 0
+    for endpoint in view.endpoints or () if meta.deletion_timestamp is None else ():
+        conditions = endpoint.conditions
+        if conditions.ready is False:
+            if conditions.serving and conditions.terminating:
+                draining += 1
+            else:
+                not_ready += 1
+            continue
+        if not endpoint.node_name:
+            no_node += 1
+            continue
+        for text in endpoint.addresses or ():
+            address = text if text in seen else parse_ip(text)
+            if address is None:
+                malformed += 1
+            else:
+                endpoints[address] = endpoint.node_name
+    return Reading(
+        name=Name(meta.namespace, meta.name),
+        uid=meta.uid,
+        endpoints=endpoints,
+        service=Name(meta.namespace, service) if service else None,
+        service_uid=_owner_uid(meta),
+        left_out=LeftOut(not_ready, draining, no_node, malformed),
+    )
+
+
+def _owner_uid(meta: objects.ObjectMeta) -> str:
+    for reference in meta.owner_references or ():
+        if reference.kind == "Service":
+            return reference.uid
+    return ""
+
+
+def read_node(view: objects.Node) -> Location:
+    """Where the addresses behind a node are: its smallest InternalIP of each family.
+
+    The smallest, because the order in which a node lists its addresses may change and the location
+    must not. Malformed entries are passed over.
+    """
+    found: dict[Family, str] = {}
+    for entry in (view.status.addresses if view.status else None) or ():
+        address = parse_ip(entry.address) if entry.type == "InternalIP" else None
+        if address is not None:
+            family = family_of(address)
+            found[family] = min(address, found.get(family, address))
+    return Location(found.get(4), found.get(6))
+
+
+class Desired:
+    """The wish for every address, and what it is made of."""
+
+    def __init__(self, changed: Changed, touched: Touched) -> None:
+        self._changed, self._touched = changed, touched
+        self.loading = False
+        """Rows are being read: nobody is told, who reads them compares in the end."""
+        self.slices: dict[Name, Source] = {}
+        self.pods: dict[Name, Source] = {}
+        self.nodes: dict[str, Location] = {}
+        self.at: dict[str, dict[str, Held]] = {}
+        self.members: dict[Name, tuple[str, Member]] = {}
+        """Service to its uid and member."""
+        self.by_service: dict[Name, set[Source]] = {}
+        self.waiting: dict[str, set[Source]] = {}
+        """Node that is unknown, or lacks an address of the family, to who waits for it."""
+        self.changed_rows: set[tuple[Name, str]] = set()
+        """(slice, address) whose row has to be written or deleted."""
+        self._interned: dict[Refs, Refs] = {NONE: NONE}
+        self._node_names: dict[str, str] = {}
+
+    # --- questions ---
+
+    def refs(self, location: str, address: str) -> Refs:
+        """The services that the address should carry there, () when it should not be there."""
+        addresses = self.at.get(location)
+        held = addresses.get(address) if addresses is not None else None
+        if held is None:
+            return NONE
+        if isinstance(held, Source):
+            member = held.member
+            return member.alone if member is not None and member.takes(address) else NONE
+        names = {s.member.identity for s in held if s.member and s.member.takes(address)}
+        refs = tuple(sorted(names))
+        return self._interned.setdefault(refs, refs)
+
+    def addresses_of(self, member: Member) -> Iterator[tuple[str, str]]:
+        """Every (location, address) that a member's sources list, some perhaps twice."""
+        for source in member.sources:
+            for address, node in source.endpoints.items():
+                location = self.nodes.get(node, NOWHERE).of(address)
+                if location is not None:
+                    yield location, address
+
+    def waiting_for(self, member: Member) -> list[str]:
+        """The nodes that addresses of a member wait for, in order."""
+        return sorted(
+            node
+            for node, sources in self.waiting.items()
+            if any(source.member is member for source in sources)
+        )
+
+    # --- slices and pods ---
+
+    def put_slice(self, reading: Reading) -> Source:
+        source = self.slices.get(reading.name)
+        if source is None:
+            source = self.slices[reading.name] = Source(reading.name, reading.uid, {})
+        if (source.service, source.service_uid) != (reading.service, reading.service_uid):
+            self._clear(source)
+            self._leave_service(source)
+            source.service, source.service_uid = reading.service, reading.service_uid
+            if source.service is not None:
+                self.by_service.setdefault(source.service, set()).add(source)
+                self._join(source, *self.members.get(source.service, ("", None)))
+        source.uid, source.left_out = reading.uid, reading.left_out
+        self._replace(source, reading.endpoints)
+        return source
+
+    def drop_slice(self, name: Name) -> None:
+        source = self.slices.pop(name, None)
+        if source is not None:
+            self._clear(source)
+            self._leave_service(source)
+
+    def restore(self, name: Name, address: str, node: str) -> None:
+        """Add a row of a slice that is known already."""
+        source = self.slices[name]
+        source.endpoints[address] = node = self._node_names.setdefault(node, node)
+        source.sixes += ":" in address
+        self._file(source, address, node)
+
+    def put_pod(self, reading: Reading, member: Member | None) -> Source:
+        source = self.pods.get(reading.name)
+        if source is None:
+            source = self.pods[reading.name] = Source(reading.name, reading.uid, {})
+        if source.member is not member:
+            self._clear(source)
+            self._enter(source, member)
+        source.uid, source.left_out = reading.uid, reading.left_out
+        self._replace(source, reading.endpoints)
+        return source
+
+    def drop_pod(self, name: Name) -> None:
+        source = self.pods.pop(name, None)
+        if source is not None:
+            self._clear(source)
+            self._enter(source, None)
+
+    def _replace(self, source: Source, endpoints: dict[str, str]) -> None:
+        held = source.endpoints
+        for address in [a for a, node in held.items() if endpoints.get(a) != node]:
+            self._remove(source, address)
+        for address, node in endpoints.items():
+            if address not in held:
+                held[address] = node = self._node_names.setdefault(node, node)
+                source.sixes += ":" in address
+                self.changed_rows.add((source.name, address))
+                self._file(source, address, node)
+
+    def _clear(self, source: Source) -> None:
+        for address in list(source.endpoints):
+            self._remove(source, address)
+
+    def _remove(self, source: Source, address: str) -> None:
+        node = source.endpoints[address]
+        self._unfile(source, address, node)
+        del source.endpoints[address]
+        source.sixes -= ":" in address
+        self.changed_rows.add((source.name, address))
+        if node in self.waiting:
+            self._stop_waiting(source, node)
+
+    def _stop_waiting(self, source: Source, node: str) -> None:
+        if node not in source.endpoints.values():
+            sources = self.waiting[node]
+            sources.discard(source)
+            if not sources:
+                del self.waiting[node]
+
+    def _file(self, source: Source, address: str, node: str) -> None:
+        location = self.nodes.get(node, NOWHERE).of(address)
+        if location is None:
+            self.waiting.setdefault(node, set()).add(source)
+            return
+        before = NONE if self.loading else self.refs(location, address)
+        addresses = self.at.get(location)
+        if addresses is None:
+            addresses = self.at[location] = {}
+            if not self.loading:
+                self._touched(location, True)
+        held = addresses.get(address)
+        if held is None:
+            addresses[address] = source
+        else:
+            addresses[address] = (*(held if isinstance(held, tuple) else (held,)), source)
+        self._tell(location, address, before)
+
+    def _unfile(self, source: Source, address: str, node: str) -> None:
+        location = self.nodes.get(node, NOWHERE).of(address)
+        addresses = self.at.get(location) if location is not None else None
+        if location is None or addresses is None:
+            return
+        before = self.refs(location, address)
+        held = addresses[address]
+        rest = tuple(s for s in held if s is not source) if isinstance(held, tuple) else ()
+        if rest:
+            addresses[address] = rest if len(rest) > 1 else rest[0]
+        else:
+            del addresses[address]
+        if not addresses:
+            del self.at[location]
+        self._tell(location, address, before)
+        if not addresses and not self.loading:
+            self._touched(location, False)
+
+    def _tell(self, location: str, address: str, before: Refs) -> None:
+        if self.loading:
+            return
+        after = self.refs(location, address)
+        if after != before:
+            self._changed(location, address, before, after)
+
+    # --- services ---
+
+    def bind(self, service: Name, uid: str, member: Member | None) -> None:
+        """From now on the slices of this Service (the one with this uid) feed this member."""
+        if member is None:
+            self.members.pop(service, None)
+        else:
+            self.members[service] = (uid, member)
+        for source in self.by_service.get(service, ()):
+            fits = member is not None and source.service_uid in ("", uid)
+            if source.member is not (member if fits else None):
+                self._flip([source], lambda s=source: self._join(s, uid, member))  # type: ignore[misc]
+
+    def set_member(self, member: Member, *, ready: bool, family: Literal[0, 4, 6]) -> None:
+        """Change what all addresses of a service depend on."""
+        if (member.ready, member.family) == (ready, family):
+            return
+
+        def change() -> None:
+            member.ready, member.family = ready, family
+
+        self._flip(member.sources, change)
+
+    def _flip(self, sources: Iterable[Source], change: Callable[[], None]) -> None:
+        if self.loading:
+            change()
+            return
+        before = {
+            (location, address): self.refs(location, address)
+            for source in sources
+            for address, node in source.endpoints.items()
+            if (location := self.nodes.get(node, NOWHERE).of(address)) is not None
+        }
+        change()
+        for (location, address), refs in before.items():
+            self._tell(location, address, refs)
+
+    def _join(self, source: Source, uid: str, member: Member | None) -> None:
+        self._enter(source, member if source.service_uid in ("", uid) else None)
+
+    def _enter(self, source: Source, member: Member | None) -> None:
+        if source.member is not None:
+            source.member.sources.discard(source)
+        source.member = member
+        if member is not None:
+            member.sources.add(source)
+
+    def _leave_service(self, source: Source) -> None:
+        self._enter(source, None)
+        if source.service is None:
+            return
+        sources = self.by_service[source.service]
+        sources.discard(source)
+        if not sources:
+            del self.by_service[source.service]
+
+    # --- nodes ---
+
+    def put_node(self, name: str, location: Location) -> None:
+        """A node appeared, changed its addresses, or (NOWHERE) went away."""
+        old = self.nodes.get(name, NOWHERE)
+        if location == old:
+            if location != NOWHERE:
+                self.nodes[name] = location
+            return
+        moving = [
+            (source, address)
+            for place, next_place in zip(old, location, strict=True)
+            if place is not None and place != next_place
+            for address, held in self.at.get(place, {}).items()
+            for source in (held if isinstance(held, tuple) else (held,))
+            if source.endpoints.get(address) == name
+        ]
+        moving += [
+            (source, address)
+            for source in self.waiting.pop(name, ())
+            for address, node in source.endpoints.items()
+            if node == name and old.of(address) is None
+        ]
+        for source, address in moving:
+            self._unfile(source, address, name)
+        if location == NOWHERE:
+            self.nodes.pop(name, None)
+        else:
+            self.nodes[name] = location
+        for source, address in moving:
+            self._file(source, address, name)

@@ -1,0 +1,383 @@
+"""What the provider holds, kept as its difference from what we want.
+
+For an address that is in step nothing is stored: what is held is what is wanted. Only the others
+have an entry, with what the provider held when it last said so, or `Maybe` while a request about it
+is under way or ended without an answer. So the difference is never computed, it is there, and one
+changed address costs one entry.
+
+Guarantees: what is held changes only by what was acknowledged or read; an acknowledgement counts
+for what was sent, not for what is wanted by then; a `Maybe` always differs, until an
+acknowledgement or a reading settles it. A location is sent as FullUpdate exactly when the provider
+surely or possibly lacks it, and then no address of it is surely held, so nothing is lost.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, NamedTuple, TypeAlias
+
+import msgspec
+
+from services.nrp_sync.desired import NONE, Desired, Refs
+from services.nrp_sync.provider import Action, Address, AddressLocation, LocationBatch
+
+ENTRY_BYTES: Final = 40  # of JSON around one address: names of fields, quotes, commas
+LOCATION_BYTES: Final = 120
+WHOLE: Final = ""
+"""Stands for the whole location where an address is expected."""
+
+
+class Maybe(msgspec.Struct, frozen=True, gc=False):
+    """Not known: any of these services may be there, all of them, or none."""
+
+    refs: Refs
+
+
+Seen: TypeAlias = Refs | Maybe
+
+
+class Key(NamedTuple):
+    location: str
+    address: str
+
+
+class LocationCall(msgspec.Struct, frozen=True, kw_only=True):
+    """One batch, and for each location that it deletes the addresses that go with it."""
+
+    batch: LocationBatch
+    emptied: dict[str, tuple[str, ...]] = {}
+
+    def keys(self) -> Iterator[Key]:
+        for entry in self.batch.locations:
+            for item in entry.addresses:
+                yield Key(entry.location, item.address)
+        for location, addresses in self.emptied.items():
+            for address in addresses:
+                yield Key(location, address)
+
+    def locations(self) -> Iterator[str]:
+        return (entry.location for entry in self.batch.locations)
+
+    def size(self) -> int:
+        return sum(len(entry.addresses) or 1 for entry in self.batch.locations)
+
+
+class Before(NamedTuple):
+    """What was held before a batch was sent, to return to when it was surely not applied."""
+
+    seen: dict[Key, Seen]
+    located: dict[str, bool | None]
+
+
+class Limits(NamedTuple):
+    addresses: int = 500
+    bytes: int = 1 << 20
+
+
+class Provided:
+    """The addresses at the provider."""
+
+    def __init__(self) -> None:
+        self.desired = Desired(self._wish_changed, self._touched)
+        self.deviant: dict[str, dict[str, Seen]] = {}
+        self.located: dict[str, bool] = {}
+        """Locations that the provider holds: True surely, False possibly (or without addresses)."""
+        self.idle: set[str] = set()
+        """Those of `located` behind which no source lists an address: to be deleted."""
+        self.mapped: dict[str, int] = {}
+        """Service to the number of addresses that (possibly) refer to it at the provider."""
+        self.unsettled: dict[str, int] = {}
+        """Service to the number of addresses that differ and concern it."""
+        self.population: dict[str, int] = {}
+        self.busy: set[str] = set()
+        """Locations with a request under way."""
+        self.stirred = False
+        """The wish changed since somebody last looked."""
+        self.dirty: set[Key] = set()
+        self.dirty_locations: set[str] = set()
+        self.cursor = ""
+
+    # --- questions ---
+
+    def seen(self, location: str, address: str) -> Seen:
+        addresses = self.deviant.get(location)
+        found = addresses.get(address) if addresses is not None else None
+        return self.desired.refs(location, address) if found is None else found
+
+    def differing(self) -> int:
+        return sum(map(len, self.deviant.values())) + len(self.idle)
+
+    def held(self) -> Iterator[tuple[Key, Seen]]:
+        """Everything that the provider (possibly) holds. Costs as much as there is."""
+        for location in sorted(self.desired.at.keys() | self.deviant.keys()):
+            odd = self.deviant.get(location, {})
+            for address in sorted(self.desired.at.get(location, {}).keys() | odd.keys()):
+                seen = odd.get(address)
+                if seen is None:
+                    seen = self.desired.refs(location, address)
+                if seen != NONE:
+                    yield Key(location, address), seen
+
+    # --- changes of the wish ---
+
+    def _wish_changed(self, location: str, address: str, before: Refs, after: Refs) -> None:
+        self.stirred = True
+        odd = self.deviant.get(location)
+        seen = odd.get(address) if odd is not None else None
+        if seen is None:
+            seen = before
+        else:
+            self._settle(seen, before, -1)
+        self._store(location, address, seen, after)
+
+    def _store(self, location: str, address: str, seen: Seen, wish: Refs) -> None:
+        odd = self.deviant.get(location)
+        if seen == wish:
+            if odd is not None and odd.pop(address, None) is not None and not odd:
+                del self.deviant[location]
+            return
+        if odd is None:
+            odd = self.deviant[location] = {}
+        odd[address] = seen
+        self._settle(seen, wish, 1)
+
+    def _settle(self, seen: Seen, wish: Refs, step: int) -> None:
+        for name in {*possible(seen), *wish}:
+            add(self.unsettled, name, step)
+
+    def _touched(self, location: str, present: bool) -> None:
+        self.stirred = True
+        if present:
+            self.idle.discard(location)
+        elif location in self.located:
+            self.idle.add(location)
+
+    # --- changes of what is held ---
+
+    def see(self, location: str, address: str, seen: Seen, *, keep: bool = True) -> None:
+        """Learn what the provider holds. `keep`: as a row too (not so for a request under way)."""
+        wish = self.desired.refs(location, address)
+        odd = self.deviant.get(location)
+        old = odd.get(address) if odd is not None else None
+        if old is None:
+            old = wish
+        else:
+            self._settle(old, wish, -1)
+        was, now = possible(old), possible(seen)
+        if was != now:
+            for name in was:
+                add(self.mapped, name, -1)
+            for name in now:
+                add(self.mapped, name, 1)
+            add(self.population, location, bool(now) - bool(was))
+        self._store(location, address, seen, wish)
+        if keep:
+            self.dirty.add(Key(location, address))
+
+    def locate(self, location: str, state: bool | None, *, keep: bool = True) -> None:
+        """Learn whether the provider holds a location: surely, possibly (False), or not (None)."""
+        if state is None:
+            self.located.pop(location, None)
+            self.idle.discard(location)
+        else:
+            self.located[location] = state
+            if location not in self.desired.at:
+                self.idle.add(location)
+        if keep:
+            self.dirty_locations.add(location)
+
+    def fill(self, rows: Iterable[tuple[str, str, Seen]], located: dict[str, bool]) -> None:
+        """Take over what was held when we stopped. Rows come ordered by location."""
+        visited: set[str] = set()
+        for location, group in itertools.groupby(rows, key=lambda row: row[0]):
+            visited.add(location)
+            held = {address: seen for _, address, seen in group}
+            for address, seen in held.items():
+                for name in possible(seen):
+                    add(self.mapped, name, 1)
+                add(self.population, location, bool(possible(seen)))
+                self._compare(location, address, seen)
+            for address in self.desired.at.get(location, {}).keys() - held.keys():
+                self._compare(location, address, NONE)
+        for location in self.desired.at.keys() - visited:
+            for address in self.desired.at[location]:
+                self._compare(location, address, NONE)
+        self.located = located
+        self.idle = located.keys() - self.desired.at.keys()
+        self.desired.loading = False
+        self.stirred = bool(self.deviant or self.idle)
+
+    def _compare(self, location: str, address: str, seen: Seen) -> None:
+        wish = self.desired.refs(location, address)
+        if seen != wish:
+            self._store(location, address, seen, wish)
+
+    # --- requests ---
+
+    def begin(self, call: LocationCall) -> Before:
+        """A request leaves: what it carries is not known until its outcome is."""
+        before = Before({}, {location: self.located.get(location) for location in call.locations()})
+        for entry in call.batch.locations:
+            for item in entry.addresses:
+                self._doubt(before, entry.location, item.address, item.services)
+            for address in call.emptied.get(entry.location, ()):
+                self._doubt(before, entry.location, address, NONE)
+            self.busy.add(entry.location)
+            if entry.action is Action.FULL or not entry.addresses:
+                self.locate(entry.location, False, keep=False)
+        return before
+
+    def _doubt(self, before: Before, location: str, address: str, sent: Iterable[str]) -> None:
+        seen = self.seen(location, address)
+        before.seen[Key(location, address)] = seen
+        union = tuple(sorted({*possible(seen), *sent}))
+        self.see(location, address, Maybe(union), keep=False)
+
+    def acknowledge(self, call: LocationCall) -> None:
+        """The provider took it: exactly what was sent is what it holds there now."""
+        for entry in call.batch.locations:
+            location = entry.location
+            self.busy.discard(location)
+            if not entry.addresses or entry.action is Action.FULL:
+                listed = {item.address for item in entry.addresses}
+                for address in [a for a in self.deviant.get(location, ()) if a not in listed]:
+                    self.see(location, address, NONE)
+            for item in entry.addresses:
+                self.see(location, item.address, item.services)
+            if not entry.addresses:
+                self.locate(location, None)
+            else:
+                # A location that was emptied address by address may be left there, or be gone.
+                self.locate(location, bool(self.population.get(location)))
+
+    def give_up(self, call: LocationCall, before: Before, *, applied: bool | None) -> None:
+        """It failed. `applied` False: surely not done. None: nobody knows, and the rows say so."""
+        for location in call.locations():
+            self.busy.discard(location)
+            if applied is None:
+                self.dirty_locations.add(location)
+            else:
+                self.locate(location, before.located[location], keep=False)
+        for key, seen in before.seen.items():
+            if applied is None:
+                self.dirty.add(key)
+            else:
+                self.see(*key, seen, keep=False)
+
+    def next_batch(
+        self,
+        limits: Limits,
+        *,
+        removals: bool,
+        skip: Callable[[Key], bool],
+        suspects: dict[Key, int],
+    ) -> LocationCall | None:
+        """The next batch, in an order that follows from the state alone.
+
+        `removals`: whether anything may be taken away yet. `skip`: keys in quarantine. `suspects`:
+        keys of a batch that was refused, with the size that a batch with them may have.
+        """
+        places = sorted(self.deviant.keys() | self.idle)
+        start = next((i for i, place in enumerate(places) if place > self.cursor), 0)
+        builder = _Builder(limits, suspects)
+        for place in places[start:] + places[:start]:
+            if place in self.busy:
+                continue
+            if not self._add(builder, place, removals, skip):
+                break
+            self.cursor = place
+        return builder.call()
+
+    def _add(
+        self, builder: _Builder, location: str, removals: bool, skip: Callable[[Key], bool]
+    ) -> bool:
+        """Put one location into the batch; False when the batch is full."""
+        odd = self.deviant.get(location, {})
+        if location not in self.desired.at:
+            gone = skip(Key(location, WHOLE)) or not removals
+            return gone or builder.delete(location, odd)
+        full = self.located.get(location) is not True
+        wishes: dict[str, Refs] = {}
+        shrinking = growing = False
+        for address in sorted(odd):
+            wish = self.desired.refs(location, address)
+            less = not set(possible(odd[address])) <= set(wish)
+            if less and not removals:
+                if full:  # it would take this one away unsaid
+                    return True
+                continue
+            if skip(Key(location, address)):
+                continue
+            shrinking, growing = shrinking or less, growing or bool(wish)
+            if wish or not full:
+                wishes[address] = wish
+        if not wishes:
+            # Nothing to put, but what may be left of an earlier request has to go.
+            doubtful = full and removals and location in self.located and bool(odd)
+            return not doubtful or builder.delete(location, odd)
+        return builder.put(location, wishes, full=full, whole=shrinking and growing)
+
+
+class _Builder:
+    """A batch that grows until it is full."""
+
+    def __init__(self, limits: Limits, suspects: dict[Key, int]) -> None:
+        self._limits, self._suspects = limits, suspects
+        self._most = limits.addresses
+        self._bytes = limits.bytes
+        self._size = 0
+        self._entries: list[AddressLocation] = []
+        self._emptied: dict[str, tuple[str, ...]] = {}
+
+    def delete(self, location: str, odd: Iterable[str]) -> bool:
+        if not self._room(Key(location, WHOLE), LOCATION_BYTES):
+            return False
+        self._entries.append(AddressLocation(location=location))
+        self._emptied[location] = tuple(sorted(odd))
+        return True
+
+    def put(self, location: str, wishes: dict[str, Refs], *, full: bool, whole: bool) -> bool:
+        """False when not all of it went in. `whole`: better in the next batch than in two."""
+        if whole and self._size and self._size + len(wishes) > self._most:
+            return False
+        self._bytes -= LOCATION_BYTES
+        taken = []
+        for address, refs in wishes.items():
+            weight = ENTRY_BYTES + len(address) + sum(len(name) + 3 for name in refs)
+            if not self._room(Key(location, address), weight):
+                break
+            taken.append(Address(address=address, services=refs))
+        if taken:
+            action = Action.FULL if full else Action.PARTIAL
+            self._entries.append(
+                AddressLocation(location=location, addresses=tuple(taken), action=action)
+            )
+        return len(taken) == len(wishes)
+
+    def _room(self, key: Key, weight: int) -> bool:
+        most = min(self._most, self._suspects.get(key, self._most))
+        if self._size and (self._size + 1 > most or weight > self._bytes):
+            return False
+        self._most, self._size, self._bytes = most, self._size + 1, self._bytes - weight
+        return True
+
+    def call(self) -> LocationCall | None:
+        if not self._entries:
+            return None
+        entries = tuple(sorted(self._entries, key=lambda entry: entry.location))
+        return LocationCall(batch=LocationBatch(locations=entries), emptied=self._emptied)
+
+
+def possible(seen: Seen) -> Refs:
+    """Every service that may be there."""
+    return seen.refs if isinstance(seen, Maybe) else seen
+
+
+def add(counts: dict[str, int], name: str, step: int) -> None:
+    """Count, and forget what is back at nothing."""
+    value = counts.get(name, 0) + step
+    if value:
+        counts[name] = value
+    else:
+        counts.pop(name, None)

@@ -1,0 +1,153 @@
+"""Wiring of nrp_sync: the projection, the provider, and the worker between them.
+
+The worker sends requests only after their rows are committed and only while this replica holds the
+fence. A request whose replica lost the fence, or died, is taken up by the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import structlog
+
+from services.kit.config import NrpSettings
+from services.kit.projector import Projector
+from services.kit.retry import wait_or_stop
+from services.kit.runtime import Runtime
+from services.nrp_sync import effects
+from services.nrp_sync.connecting import connect
+from services.nrp_sync.diff import Limits
+from services.nrp_sync.operations import Retrying
+from services.nrp_sync.projection import Ended, NrpProjection, Tick
+from services.nrp_sync.provider import Provider
+from services.nrp_sync.state import Done, Failed, Outcome, Policy, Request
+
+log = structlog.get_logger()
+LONGEST_REST = 1.0
+WORRYING = ("unreachable", "unknown", "auth_failed", "unreadable")
+
+
+async def run(rt: Runtime) -> None:
+    """Run until the runtime stops."""
+    settings = rt.settings.nrp
+    provider = await connect(settings)
+    try:
+        projection = NrpProjection(policy_of(settings), keep_requests=settings.keep_requests)
+        projector = Projector(rt, projection)
+        worker = Worker(rt, projector, projection, provider)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(worker.run())
+            group.create_task(projector.run())
+    finally:
+        await provider.close()
+
+
+def policy_of(settings: NrpSettings) -> Policy:
+    return Policy(
+        classless=settings.classless,
+        first_family=settings.dual_stack == "first-family",
+        limits=Limits(settings.batch_addresses, settings.batch_bytes),
+        quiet=settings.quiet_s,
+        latency=settings.latency_s,
+        interval=settings.interval_s,
+        workers=settings.workers,
+        lanes=settings.batches,
+        read_interval=settings.read_interval_s,
+        orphan_grace=settings.orphan_grace_s,
+        retrying=Retrying(
+            first=settings.retry_first_s,
+            cap=settings.retry_cap_s,
+            cooldown=settings.park_s,
+        ),
+    )
+
+
+class Worker:
+    """Ticks the core when something is due, and makes the calls that it began."""
+
+    def __init__(
+        self, rt: Runtime, projector: Projector, projection: NrpProjection, provider: Provider
+    ) -> None:
+        self._rt, self._projector = rt, projector
+        self._projection, self._provider = projection, provider
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._unheard: dict[int, Outcome] = {}
+        """Outcomes that no transaction has taken yet."""
+        self._wake = asyncio.Event()
+        projection.start = self._start
+        projection.reloaded = self._reloaded
+
+    async def run(self) -> None:
+        stopping = asyncio.create_task(self._rt.stop.wait())
+        stopping.add_done_callback(lambda _: self._wake.set())
+        try:
+            while not self._rt.stop.is_set():
+                await self._rest()
+                if self._projector.active and not self._rt.stop.is_set():
+                    await self._projector.asubmit(Tick())
+        finally:
+            stopping.cancel()
+            await self._end()
+
+    async def _rest(self) -> None:
+        """Until something is due, or something has been committed that may change what is."""
+        self._wake.clear()
+        rest = min(self._projection.due(), LONGEST_REST)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(rest):
+                await self._wake.wait()
+                if self._projection.due() > 0:
+                    return
+        if not self._projector.active:
+            await wait_or_stop(self._rt.stop, 0.05)
+
+    def _start(self, requests: list[Request]) -> None:
+        for number in [n for n in self._unheard if n not in self._projection.flying]:
+            del self._unheard[number]
+        for request in requests:
+            self._projection.flying.add(request.number)
+            self._calls[request.number] = asyncio.create_task(self._call(request))
+        self._wake.set()
+
+    def _reloaded(self) -> None:
+        """Memory was dropped, and with it perhaps outcomes that were on their way."""
+        for number, outcome in self._unheard.items():
+            self._projector.submit(Ended(number, outcome))
+
+    async def _call(self, request: Request) -> None:
+        try:
+            if not self._projector.active:
+                self._projection.flying.discard(request.number)
+                return
+            outcome = await effects.perform(self._provider, request)
+            self._watch(outcome)
+            self._log(request, outcome)
+            self._unheard[request.number] = outcome
+            await self._projector.asubmit(Ended(request.number, outcome))
+        finally:
+            self._calls.pop(request.number, None)
+
+    def _watch(self, outcome: Outcome) -> None:
+        """Say on /readyz when the provider can't be reached; it is no reason to stop."""
+        if isinstance(outcome, Done):
+            self._rt.health.set("provider", True)
+        elif outcome.failure.kind in WORRYING:
+            self._rt.health.set("provider", False, outcome.failure.message)
+
+    def _log(self, request: Request, outcome: Outcome) -> None:
+        facts = {"verb": request.verb, "target": request.target, "request": request.id}
+        if isinstance(outcome, Failed):
+            failure = outcome.failure
+            log.warning("nrp.failed", kind=failure.kind, why=failure.message, **facts)
+        elif request.lane != "read":
+            log.info("nrp.done", ms=round(outcome.duration * 1000, 1), **facts)
+
+    async def _end(self) -> None:
+        """Give calls under way a moment; what is then open is taken up at the next start."""
+        calls = list(self._calls.values())
+        if calls:
+            await asyncio.wait(calls, timeout=2.0)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)

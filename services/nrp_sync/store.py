@@ -1,0 +1,469 @@
+"""Rows of nrp_sync to state and back. No rules here.
+
+`load` builds a fresh State inside the caller's snapshot; `save` writes what changed since, in one
+fixed order. A request that was sent and has no outcome in its row is taken up again as such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql as pg
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from schema import events
+from schema.tables import nrp_sync as t
+from schema.tables import service_tables
+from services.nrp_sync import core, planning
+from services.nrp_sync.desired import LeftOut, Name, Source
+from services.nrp_sync.diff import Key, LocationCall, Maybe, Seen
+from services.nrp_sync.operations import Mark, Operation, Phase
+from services.nrp_sync.provider import LoadBalancer, NatGateway, PublicAddress, ServiceBatch
+from services.nrp_sync.state import (
+    Ended,
+    Part,
+    Policy,
+    Quarantined,
+    Request,
+    State,
+    stamp,
+)
+from services.nrp_sync.wishes import InboundSpec, OutboundSpec
+
+CHUNK = 5_000
+
+
+# --- loading ------------------------------------------------------------------------------------
+
+
+async def load(conn: AsyncConnection, policy: Policy) -> State:
+    """Everything but the mirrored objects; the caller adds those, then calls `finish_load`."""
+    tables = service_tables(t.SCHEMA)
+    installation = await conn.scalar(sa.select(tables.instance.c.id))
+    state = State(policy, str(installation))
+    state.provided.desired.loading = True
+    await _load_slices(conn, state)
+    await _load_view(conn, state)
+    for row in await conn.execute(sa.select(t.operation)):
+        op = _operation(row)
+        state.operations[op.key] = op
+    for row in await conn.execute(sa.select(t.told)):
+        image = msgspec.convert(row.image, events.ProviderStateChanged)
+        state.told[row.plural, Name(row.namespace, row.name)] = image
+    for row in await conn.execute(sa.select(t.quarantine)):
+        state.quarantine[Key(row.location, row.address)] = Quarantined(
+            wish=tuple(row.wish),
+            code=row.code,
+            message=row.message,
+            since=row.since.timestamp(),
+            retry_at=row.retry_at.timestamp(),
+            attempts=row.attempts,
+        )
+    return state
+
+
+async def finish_load(conn: AsyncConnection, state: State, now: float, flying: set[int]) -> None:
+    """Last: what the provider holds, and what is on its way to it.
+
+    `flying`: requests that this very process is still waiting for.
+    """
+    for key in sorted(state.operations):
+        core.resume(state, state.operations[key])
+    located = {row.location: row.sure for row in await conn.execute(sa.select(t.location))}
+    held: list[tuple[str, str, Seen]] = []
+    query = sa.select(t.address).order_by(t.address.c.location, t.address.c.address)
+    async for row in await conn.stream(query.execution_options(yield_per=CHUNK)):
+        services = tuple(row.services)
+        held.append((row.location, row.address, services if row.sure else Maybe(services)))
+    state.provided.fill(held, located)
+    core.stirred(state, now)
+    sent = sa.select(t.request).where(t.request.c.state == "sent").order_by(t.request.c.number)
+    for row in await conn.execute(sent):
+        request = decode_request(row.body)
+        known = all(part.key in state.operations for part in request.parts)
+        if request.lane == "read" or not known:
+            state.ended[request.number] = Ended("unknown", now, code="Interrupted")
+            continue
+        flight = planning.take_off(state, request, now)
+        flight.steps.clear()
+        if request.number not in flying:
+            flight.orphaned_until = now + state.policy.orphan_grace
+    state.dirty_ops.clear()
+
+
+async def _load_slices(conn: AsyncConnection, state: State) -> None:
+    desired = state.provided.desired
+    for row in await conn.execute(sa.select(t.slice_)):
+        name = Name(row.namespace, row.name)
+        service = Name(row.namespace, row.service) if row.service else None
+        source = Source(
+            name=name,
+            uid=row.uid,
+            endpoints={},
+            service=service,
+            service_uid=row.service_uid,
+            left_out=LeftOut(*row.left_out),
+            epoch=row.epoch,
+            seq=row.seq,
+        )
+        desired.slices[name] = source
+        if service is not None:
+            desired.by_service.setdefault(service, set()).add(source)
+    query = sa.select(t.endpoint).execution_options(yield_per=CHUNK)
+    async for row in await conn.stream(query):
+        desired.restore(Name(row.namespace, row.slice), row.address, row.node)
+
+
+async def _load_view(conn: AsyncConnection, state: State) -> None:
+    row = (await conn.execute(sa.select(t.view))).one_or_none()
+    if row is None:
+        return
+    state.read_at = _seconds(row.read_at)
+    state.gate_until = _seconds(row.gate_until)
+    state.last_number = row.last_number
+    state.drift_found = row.drift_found
+
+
+def _operation(row: Any) -> Operation:
+    return Operation(
+        kind=row.kind,
+        identity=row.identity,
+        namespace=row.namespace,
+        name=row.name,
+        wanted=_spec(row.wanted),
+        generation=row.generation,
+        applied=_spec(row.applied),
+        phase=Phase(row.phase),
+        marks={name: Mark(mark) for name, mark in row.marks.items()},
+        addresses=dict(row.addresses),
+        recreate=_spec(row.recreate),
+        orphan=row.orphan,
+        retries=row.retries,
+        retry_at=_seconds(row.retry_at),
+        parked=row.parked,
+        error_code=row.error_code,
+        error_message=row.error_message,
+        cause=row.cause,
+        created_at=_seconds(row.created_at),
+    )
+
+
+def _spec(value: Any) -> InboundSpec | OutboundSpec | None:
+    return None if value is None else msgspec.convert(value, InboundSpec | OutboundSpec)
+
+
+def _seconds(moment: datetime | None) -> float:
+    return 0.0 if moment is None else moment.timestamp()
+
+
+def _moment(seconds: float) -> datetime | None:
+    return stamp(seconds) if seconds else None
+
+
+# --- requests -----------------------------------------------------------------------------------
+
+
+class _Stored(msgspec.Struct, kw_only=True):
+    payload: msgspec.Raw
+    number: int
+    id: str
+    lane: str
+    verb: str
+    target: str
+    parts: tuple[Part, ...]
+    sent_at: float
+    attempt: int
+    hash: str
+
+
+_PAYLOADS: dict[str, Any] = {
+    "inbound": ServiceBatch,
+    "outbound": ServiceBatch,
+    "locations": LocationCall,
+    "resources": None,
+    "read": None,
+}
+
+
+def decode_request(body: bytes) -> Request:
+    """A request as it was written down before it was sent."""
+    stored = msgspec.json.decode(body, type=_Stored)
+    fields = {name: getattr(stored, name) for name in stored.__struct_fields__}
+    kind = _PAYLOADS[stored.lane]
+    if kind is None and stored.verb == "put_public_ip":
+        kind = PublicAddress
+    elif kind is None and stored.verb == "put_balancer":
+        outbound = stored.parts[0].kind == "outbound"
+        kind = NatGateway if outbound else LoadBalancer
+    fields["payload"] = None if kind is None else msgspec.json.decode(stored.payload, type=kind)
+    return Request(**fields)
+
+
+def services_in(request: Request) -> list[str]:
+    """Every service that a request concerns, for who asks about one."""
+    names = {part.identity for part in request.parts}
+    if isinstance(request.payload, LocationCall):
+        for entry in request.payload.batch.locations:
+            for item in entry.addresses:
+                names.update(item.services)
+    return sorted(names)
+
+
+def _size(request: Request) -> int:
+    if isinstance(request.payload, LocationCall):
+        return request.payload.size()
+    return len(request.parts)
+
+
+# --- saving -------------------------------------------------------------------------------------
+
+
+async def save(
+    conn: AsyncConnection,
+    state: State,
+    *,
+    slices: set[Name],
+    requests: Sequence[Request],
+    keep_requests: int,
+) -> None:
+    """Write what changed. `slices`: whose row changed; `requests`: the new ones."""
+    await _save_slices(conn, state, slices)
+    await _save_operations(conn, state)
+    await _save_held(conn, state)
+    await _save_quarantine(conn, state)
+    await _save_told(conn, state)
+    await _save_requests(conn, state, requests, keep_requests)
+    if requests or state.dirty_view:
+        await _upsert(
+            conn,
+            t.view,
+            [
+                {
+                    "one": True,
+                    "read_at": _moment(state.read_at),
+                    "gate_until": _moment(state.gate_until),
+                    "last_number": state.last_number,
+                    "drift_found": state.drift_found,
+                }
+            ],
+        )
+        state.dirty_view = False
+
+
+async def _save_slices(conn: AsyncConnection, state: State, slices: set[Name]) -> None:
+    desired = state.provided.desired
+    rows, gone = [], []
+    for name in sorted(slices):
+        source = desired.slices.get(name)
+        if source is None:
+            gone.append({"namespace": name.namespace, "name": name.name})
+            continue
+        rows.append(
+            {
+                "namespace": name.namespace,
+                "name": name.name,
+                "uid": source.uid,
+                "epoch": source.epoch,
+                "seq": source.seq,
+                "service": source.service.name if source.service else "",
+                "service_uid": source.service_uid,
+                "left_out": list(source.left_out),
+            }
+        )
+    await _upsert(conn, t.slice_, rows)
+    await _delete(conn, t.slice_, gone)
+    rows, gone = [], []
+    for name, address in sorted(desired.changed_rows):
+        source = desired.slices.get(name)
+        node = source.endpoints.get(address) if source is not None else None
+        key = {"namespace": name.namespace, "slice": name.name, "address": address}
+        if node is None:
+            gone.append(key)
+        else:
+            rows.append({**key, "node": node})
+    await _upsert(conn, t.endpoint, rows)
+    await _delete(conn, t.endpoint, gone)
+    desired.changed_rows.clear()
+
+
+async def _save_operations(conn: AsyncConnection, state: State) -> None:
+    rows, gone = [], []
+    for key in sorted(state.dirty_ops):
+        op = state.operations.get(key)
+        if op is None:
+            gone.append({"kind": key[0], "identity": key[1]})
+        else:
+            rows.append(_operation_row(op))
+    await _upsert(conn, t.operation, rows)
+    await _delete(conn, t.operation, gone)
+    state.dirty_ops.clear()
+
+
+def _operation_row(op: Operation) -> dict[str, Any]:
+    return {
+        "kind": op.kind,
+        "identity": op.identity,
+        "namespace": op.namespace,
+        "name": op.name,
+        "phase": str(op.phase),
+        "generation": op.generation,
+        "wanted": msgspec.to_builtins(op.wanted),
+        "applied": msgspec.to_builtins(op.applied),
+        "recreate": msgspec.to_builtins(op.recreate),
+        "marks": {name: str(mark) for name, mark in op.marks.items()},
+        "addresses": op.addresses,
+        "orphan": op.orphan,
+        "retries": op.retries,
+        "retry_at": _moment(op.retry_at),
+        "parked": op.parked,
+        "error_code": op.error_code,
+        "error_message": op.error_message,
+        "cause": op.cause,
+        "created_at": stamp(op.created_at),
+    }
+
+
+async def _save_held(conn: AsyncConnection, state: State) -> None:
+    provided = state.provided
+    rows, gone = [], []
+    for location, address in sorted(provided.dirty):
+        seen = provided.seen(location, address)
+        if not seen:
+            gone.append({"location": location, "address": address})
+            continue
+        sure = not isinstance(seen, Maybe)
+        services = list(seen.refs if isinstance(seen, Maybe) else seen)
+        rows.append({"location": location, "address": address, "services": services, "sure": sure})
+    await _upsert(conn, t.address, rows)
+    await _delete(conn, t.address, gone)
+    provided.dirty.clear()
+    rows, gone = [], []
+    for location in sorted(provided.dirty_locations):
+        sure_there = provided.located.get(location)
+        if sure_there is None:
+            gone.append({"location": location})
+        else:
+            rows.append({"location": location, "sure": sure_there})
+    await _upsert(conn, t.location, rows)
+    await _delete(conn, t.location, gone)
+    provided.dirty_locations.clear()
+
+
+async def _save_quarantine(conn: AsyncConnection, state: State) -> None:
+    rows, gone = [], []
+    for key in sorted(state.dirty_quarantine):
+        kept = state.quarantine.get(key)
+        if kept is None:
+            gone.append(key._asdict())
+            continue
+        rows.append(
+            {
+                **key._asdict(),
+                "wish": list(kept.wish),
+                "code": kept.code,
+                "message": kept.message,
+                "since": stamp(kept.since),
+                "retry_at": stamp(kept.retry_at),
+                "attempts": kept.attempts,
+            }
+        )
+    await _upsert(conn, t.quarantine, rows)
+    await _delete(conn, t.quarantine, gone)
+    state.dirty_quarantine.clear()
+
+
+async def _save_told(conn: AsyncConnection, state: State) -> None:
+    rows, gone = [], []
+    for plural, name in sorted(state.dirty_told):
+        key = {"plural": plural, "namespace": name.namespace, "name": name.name}
+        image = state.told.get((plural, name))
+        if image is None:
+            gone.append(key)
+        else:
+            rows.append({**key, "image": msgspec.to_builtins(image)})
+    await _upsert(conn, t.told, rows)
+    await _delete(conn, t.told, gone)
+    state.dirty_told.clear()
+
+
+async def _save_requests(
+    conn: AsyncConnection, state: State, requests: Sequence[Request], keep: int
+) -> None:
+    if requests:
+        await conn.execute(
+            sa.insert(t.request),
+            [
+                {
+                    "number": request.number,
+                    "id": request.id,
+                    "lane": request.lane,
+                    "verb": request.verb,
+                    "target": request.target,
+                    "services": services_in(request),
+                    "size": _size(request),
+                    "hash": request.hash,
+                    "body": msgspec.json.encode(request),
+                    "attempt": request.attempt,
+                    "state": "sent",
+                    "sent_at": stamp(request.sent_at),
+                }
+                for request in requests
+            ],
+        )
+    if state.ended:
+        await conn.execute(
+            sa.update(t.request)
+            .where(t.request.c.number == sa.bindparam("n"))
+            .values(
+                state=sa.bindparam("s"),
+                finished_at=sa.bindparam("f"),
+                duration=sa.bindparam("d"),
+                provider_request=sa.bindparam("p"),
+                code=sa.bindparam("c"),
+                message=sa.bindparam("m"),
+            ),
+            [
+                {
+                    "n": number,
+                    "s": ended.state,
+                    "f": stamp(ended.at),
+                    "d": ended.duration,
+                    "p": ended.provider_request,
+                    "c": ended.code,
+                    "m": ended.message[:2000],
+                }
+                for number, ended in sorted(state.ended.items())
+            ],
+        )
+        state.ended.clear()
+    if requests and requests[-1].number // 100 != (requests[0].number - 1) // 100:
+        await conn.execute(
+            sa.delete(t.request).where(
+                t.request.c.number < requests[-1].number - keep, t.request.c.state != "sent"
+            )
+        )
+
+
+async def _upsert(conn: AsyncConnection, table: sa.Table, rows: Iterable[dict[str, Any]]) -> None:
+    rows = list(rows)
+    if not rows:
+        return
+    keys = [column.name for column in table.primary_key]
+    insert = pg.insert(table)
+    changes = {name: insert.excluded[name] for name in rows[0] if name not in keys}
+    await conn.execute(insert.on_conflict_do_update(index_elements=keys, set_=changes), rows)
+
+
+async def _delete(conn: AsyncConnection, table: sa.Table, keys: Iterable[dict[str, Any]]) -> None:
+    keys = list(keys)
+    if not keys:
+        return
+    where = [table.c[name] == sa.bindparam(f"k_{name}") for name in keys[0]]
+    await conn.execute(
+        sa.delete(table).where(*where),
+        [{f"k_{name}": value for name, value in key.items()} for key in keys],
+    )
