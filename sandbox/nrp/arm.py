@@ -4,7 +4,6 @@ Ids are compared without regard to case; a key of ours is the id in lower case.
 """
 
 import ipaddress
-import itertools
 import re
 import uuid
 from typing import Any
@@ -20,7 +19,6 @@ SERVICE_GATEWAYS = "serviceGateways"
 TYPES = (PUBLIC_IPS, LOAD_BALANCERS, NAT_GATEWAYS, SERVICE_GATEWAYS)
 
 _TYPES_BY_KEY = {name.lower(): name for name in TYPES}
-_ETAGS = itertools.count(1)
 
 
 class ArmError(Exception):
@@ -47,7 +45,7 @@ def bad(code: str, message: str) -> ArmError:
 
 def new_etag() -> str:
     """A fresh entity tag, in the weak form that the provider uses."""
-    return f'W/"{uuid.UUID(int=next(_ETAGS))}"'
+    return f'W/"{uuid.uuid4()}"'
 
 
 def resource_id(subscription: str, group: str, kind: str, name: str) -> str:

@@ -297,8 +297,10 @@ class NrpServer:
         if fault is not None and kind in ("async", "async_failed"):
             return self._later(request, route, prepare, fault, created=created)
         self.resources.hide_addresses = kind == "no_address"
-        doc = apply()
-        self.resources.hide_addresses = False
+        try:
+            doc = apply()
+        finally:
+            self.resources.hide_addresses = False
         self._dirty = entry.applied = True
         headers = {"ETag": doc["etag"]} if "etag" in doc else {}
         if kind == "bare":

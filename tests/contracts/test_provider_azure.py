@@ -531,7 +531,10 @@ class TestConnecting:
             ({"request_timeout": 0.0}, "request_timeout is 0.0"),
             ({"base_url": "http://example.org"}, "must be https"),
             ({"base_url": "http://127.0.0.1.example.org"}, "must be https"),
+            ({"token": ""}, "token is empty"),
             ({"provider": "gcp"}, "'azure', 'memory'"),
+            ({"provider": "no.such.module:connect"}, "No module named"),
+            ({"provider": "services.nrp_sync.memory:nothing"}, "nothing"),
         ],
     )
     async def test_bad_settings(
