@@ -177,10 +177,25 @@ class PoolSelector(View, frozen=True, kw_only=True):
     scope: list[PoolScope] | None = None
 
 
+class PoolQuota(View, frozen=True, kw_only=True):
+    """At most `limit` addresses of the pool for each owner group that the other fields name."""
+
+    project: str = ""  # "*": each project by itself; likewise below
+    namespace: str = ""
+    guest_cluster: str = ""
+    limit: int = 0
+
+
 class IPPoolSpec(View, frozen=True, kw_only=True):
+    """The fields from `exclude` on are extensions."""
+
     description: str = ""
     ranges: list[PoolRange] | None = None
     selector: PoolSelector | None = None
+    exclude: list[str] | None = None  # addresses, ranges first-last, CIDRs
+    avoid_buggy_ips: bool = msgspec.field(default=False, name="avoidBuggyIPs")
+    disabled: bool = False  # gives out nothing; what is held stays
+    quotas: list[PoolQuota] | None = None
 
 
 class IPPoolStatus(View, frozen=True, kw_only=True):

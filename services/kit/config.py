@@ -167,8 +167,11 @@ class ApplierSettings(Section, frozen=True, kw_only=True):
     announcer: str = "none"  # kube-vip | metallb | cilium | none
     workers: int = 16
     echo_s: float = 0.2
+    undecided_s: float = 2.0  # a new load balancer's status waits this long for the prober
     pool_status_s: float = 1.0
     pool_map_entries: int = 1000
+    backend_entries: int = 100  # of a load balancer's status.backends
+    metallb_legacy_annotation: bool = False  # metallb.universe.tf/ instead of metallb.io/
 
 
 class Settings(Section, frozen=True, kw_only=True):

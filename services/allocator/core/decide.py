@@ -1,0 +1,146 @@
+"""From a fact to decisions: take it in, and, once all kinds are known, decide what it asks for.
+
+The order within one fact: leases of owners that are gone are released, then owners that ask are
+placed in the order in which they asked, then those who wait are woken by what became free. Before
+every kind is known completely in the current epoch, facts are only taken in. When the last one
+becomes known, what the cluster shows already is adopted before anything is granted.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import NamedTuple
+
+from schema import events
+from services.allocator.core import observe
+from services.allocator.core.adopt import adopt
+from services.allocator.core.model import NOTHING, Owner
+from services.allocator.core.place import place, release_all
+from services.allocator.core.state import State
+from services.allocator.core.wake import wake
+
+RELEASE_REASONS = {"deleted": "owner-deleted", "replaced": "replaced", "vanished": "reclaimed"}
+MAX_INT64 = (1 << 63) - 1
+
+
+class Tick(NamedTuple):
+    """The time, for rules that depend on it; submitted by the shell when something is due."""
+
+    at: datetime
+
+
+def decide(state: State, fact: events.AnyEvent, *, epoch: str, seq: int) -> list[events.Event]:
+    """Take a fact in and decide. Deterministic; the same fact again decides nothing."""
+    state.begin(fact.at, f"{epoch}:{seq}")
+    was_ready = state.ready
+    take_in(state, fact, epoch=epoch, seq=seq)
+    return conclude(state, was_ready=was_ready)
+
+
+def tick(state: State, now: datetime) -> list[events.Event]:
+    """Time has passed: reclaim what is due."""
+    state.begin(now, state.cause)
+    return conclude(state, was_ready=state.ready)
+
+
+def take_in(state: State, fact: events.AnyEvent, *, epoch: str, seq: int) -> None:
+    """Note what a fact shows, without deciding."""
+    if not state.epoch:
+        state.epoch = epoch
+        state.changes.clock = True
+    match fact:
+        case events.ServiceSeen():
+            observe.service(state, fact.object, epoch)
+        case events.LoadBalancerSeen():
+            observe.load_balancer(state, fact.object, epoch)
+        case events.IPPoolSeen():
+            observe.pool(state, fact.object, epoch)
+        case events.NamespaceSeen():
+            observe.namespace(state, fact.object, epoch)
+        case events.ObjectGone():
+            observe.gone(state, fact)
+        case events.SyncFinished():
+            observe.sync_finished(state, fact.plural, fact.epoch, seq, absent=fact.absent)
+        case events.EpochStarted():
+            state.epoch = fact.epoch
+            state.changes.clock = True
+
+
+def conclude(state: State, *, was_ready: bool) -> list[events.Event]:
+    if state.ready:
+        if not was_ready:
+            _release_departed(state)
+            adopt(state)
+            state.altered.extend(state.pools)
+            state.touched.update(dict.fromkeys(state.pools))
+        if state.departed:
+            _release_departed(state)
+        if state.undecided:
+            _place_undecided(state)
+        if state.altered or state.freed:
+            wake(state)
+    out, state.out = state.out, []
+    return out
+
+
+def _release_departed(state: State) -> None:
+    for owner in list(state.departed.values()):
+        assert owner.gone_at is not None
+        due = owner.gone_how != "vanished" or owner.gone_at + state.rules.grace <= state.now
+        if due:
+            release_all(state, owner, RELEASE_REASONS.get(owner.gone_how, "owner-deleted"))
+            state.forget_owner(owner)
+
+
+def _place_undecided(state: State) -> None:
+    undecided, state.undecided = state.undecided, {}
+    owners = list(undecided.values())
+    if len(owners) > 1:
+        owners.sort(key=_by_ticket)
+    for owner in owners:
+        place(state, owner)
+        if owner.request.mode == NOTHING:
+            state.forget_owner(owner)
+
+
+def _by_ticket(owner: Owner) -> int:
+    return owner.ticket
+
+
+def next_deadline(state: State) -> datetime | None:
+    """When a tick could decide something, as far as is known now."""
+    due = [
+        owner.gone_at + state.rules.grace
+        for owner in state.departed.values()
+        if owner.gone_at is not None
+    ]
+    return min(due, default=None)
+
+
+def account(state: State) -> list[events.PoolAccounted]:
+    """The use of every pool that the decisions since the last call touched."""
+    touched, state.touched = state.touched, {}
+    if not state.ready:
+        state.touched = touched
+        return []
+    accounts = []
+    for name in touched:
+        pool = state.pools.get(name)
+        if pool is None:
+            continue
+        accounts.append(
+            events.PoolAccounted(
+                at=state.now,
+                pool=name,
+                uid=pool.uid,
+                generation=pool.generation,
+                total=min(pool.total, MAX_INT64),
+                available=max(0, min(pool.available(), MAX_INT64)),
+                waiting=sum(state.queues.waiting(("pool", name, family)) for family in (4, 6)),
+                last_allocated=pool.last_allocated,
+                ready=not pool.reason,
+                reason=pool.reason or "Ready",
+                message=pool.problem,
+            )
+        )
+    return accounts

@@ -1,0 +1,230 @@
+"""Taking facts in: what the cluster shows, without deciding anything yet.
+
+Facts that change nothing for the allocator (a repetition, a status that we wrote ourselves, a
+Service that asks nothing of us) leave no trace. Owners that need a decision are noted in
+`State.undecided`, pools in `State.altered`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from schema import events, objects
+from schema.pools import PoolError, read_plan
+from services.allocator.core import request as requests
+from services.allocator.core.model import (
+    HELD,
+    LOADBALANCERS,
+    NOTHING,
+    PENDING,
+    SERVICES,
+    Claim,
+    Owner,
+    Pool,
+    Request,
+)
+from services.allocator.core.state import State
+
+PROJECT_ANNOTATION = "field.cattle.io/projectId"
+
+
+# --- owners ---
+
+
+def load_balancer(state: State, obj: objects.LoadBalancer, epoch: str) -> None:
+    meta = obj.metadata
+    request = requests.of_load_balancer(obj)
+    claims = requests.claims_of_load_balancer(obj)
+    _owner_seen(state, LOADBALANCERS, meta, request, claims, epoch)
+
+
+def service(state: State, obj: objects.Service, epoch: str) -> None:
+    meta = obj.metadata
+    if not requests.is_ours(obj, classless=state.rules.classless):
+        known = state.owners[SERVICES].get(f"{meta.namespace}/{meta.name}")
+        if known is not None:
+            _owner_seen(state, SERVICES, meta, requests.NO_REQUEST, (), epoch)
+        return
+    request = requests.of_service(obj, classless=state.rules.classless)
+    _owner_seen(state, SERVICES, meta, request, requests.claims_of_service(obj), epoch)
+
+
+def _owner_seen(
+    state: State,
+    plural: str,
+    meta: objects.ObjectMeta,
+    request: Request,
+    claims: tuple[Claim, ...],
+    epoch: str,
+) -> None:
+    key = f"{meta.namespace}/{meta.name}"
+    owner = state.owners[plural].get(key)
+    if owner is not None and owner.uid != meta.uid:
+        state.depart(owner, "replaced")
+        owner = None
+    request = state.intern(request)
+    if owner is None:
+        if request.mode == NOTHING:
+            return
+        created = meta.creation_timestamp.isoformat() if meta.creation_timestamp else ""
+        owner = Owner(plural, key, meta.uid, request, epoch, meta.generation)
+        owner.claims, owner.created = claims, created
+        state.add_owner(owner)
+        state.undecide(owner)
+        return
+    if owner.epoch != epoch or owner.gone_at is not None:
+        owner.epoch, owner.gone_at, owner.gone_how = epoch, None, ""
+        state.departed.pop((plural, owner.uid), None)
+        state.changed(owner)
+    if owner.request is request:
+        if owner.phase != HELD and owner.generation != meta.generation:
+            owner.generation = meta.generation
+            state.changed(owner)
+        return
+    owner.request, owner.generation = request, meta.generation
+    if owner.phase == PENDING:
+        owner.claims = claims
+    state.undecide(owner)
+
+
+# --- pools ---
+
+
+def pool(state: State, obj: objects.IPPool, epoch: str) -> None:
+    meta = obj.metadata
+    known = state.pools.get(meta.name)
+    if known is not None and known.uid != meta.uid:
+        state.remove_pool(known)
+        known = None
+    view = _without_status(obj)
+    if known is None:
+        known = Pool(meta.name, meta.uid, view, epoch, meta.generation)
+        state.pools[meta.name] = known
+        state.changes.pools.add(meta.name)
+        _read(state, known)
+        _published(state, known, obj)
+        return
+    known.generation = meta.generation
+    if known.epoch != epoch:
+        known.epoch = epoch
+        state.changes.pools.add(meta.name)
+    if not state.ready:
+        _published(state, known, obj)
+    if known.view != view:
+        known.view = view
+        state.changes.pools.add(meta.name)
+        _read(state, known)
+
+
+def _without_status(obj: objects.IPPool) -> objects.IPPool:
+    """What decisions depend on. A generation that our own status write raised is no change."""
+    meta = obj.metadata
+    metadata = objects.ObjectMeta(
+        name=meta.name,
+        uid=meta.uid,
+        deletion_timestamp=meta.deletion_timestamp,
+        annotations=meta.annotations,
+        labels=meta.labels,
+    )
+    return msgspec.structs.replace(obj, metadata=metadata, status=None)
+
+
+def _published(state: State, known: Pool, obj: objects.IPPool) -> None:
+    """What the status says about holders, for adoption before the first decision."""
+    status = obj.status
+    claims = dict((status.allocated if status else None) or {})
+    history = dict((status.allocated_history if status else None) or {})
+    if (claims, history) != (known.claims, known.history) and not state.ready:
+        known.claims, known.history = claims, history
+        state.changes.pools.add(known.name)
+
+
+def _read(state: State, known: Pool) -> None:
+    """Read the ranges; with bad ones the pool keeps those it had, and grants nothing."""
+    try:
+        plan = read_plan(known.view)
+    except PoolError as error:
+        known.reason, known.problem = "InvalidRange", str(error)
+        state.forget_choices()
+        state.touched[known.name] = None
+    else:
+        known.reason, known.problem, known.good = *standing(known.view), known.view
+        if known.plan != plan:
+            state.reshape(known, plan)
+        state.forget_choices()
+        state.touched[known.name] = None
+    state.altered.append(known.name)
+
+
+def standing(view: objects.IPPool) -> tuple[str, str]:
+    if view.metadata.deletion_timestamp is not None:
+        return "PoolDeleting", "the pool is being deleted"
+    if view.spec.disabled:
+        return "PoolDisabled", "the pool is disabled"
+    return "", ""
+
+
+# --- namespaces and absences ---
+
+
+def namespace(state: State, obj: objects.Namespace, epoch: str) -> None:
+    meta = obj.metadata
+    project = (meta.annotations or {}).get(PROJECT_ANNOTATION, "").replace(":", "/", 1)
+    before = state.projects.get(meta.name)
+    if before == (project, meta.uid, epoch):
+        return
+    state.projects[meta.name] = (project, meta.uid, epoch)
+    state.changes.projects.add(meta.name)
+    if before is None or before[0] != project:
+        state.forget_choices()
+        _reconsider_waiting(state, meta.name)
+
+
+def _reconsider_waiting(state: State, namespace: str) -> None:
+    """Those who wait may belong to another pool now; those who hold an address keep it."""
+    for owner in state.all_owners():
+        if owner.ticket and owner.request.namespace == namespace:
+            state.undecided[owner.plural, owner.uid] = owner
+
+
+def gone(state: State, fact: events.ObjectGone) -> None:
+    if fact.plural in state.owners:
+        owner = state.owners[fact.plural].get(f"{fact.namespace}/{fact.name}")
+        if owner is not None and owner.uid == fact.uid and owner.gone_at is None:
+            state.depart(owner, fact.reason)
+    elif fact.plural == "ippools":
+        known = state.pools.get(fact.name)
+        if known is not None and known.uid == fact.uid:
+            state.remove_pool(known)
+            state.altered.append(fact.name)
+    elif fact.plural == "namespaces":
+        project = state.projects.get(fact.name)
+        if project is not None and project[1] == fact.uid:
+            _forget_namespace(state, fact.name)
+
+
+def sync_finished(state: State, plural: str, epoch: str, seq: int, *, absent: bool) -> None:
+    """The list of a kind is complete: what this epoch did not show is not there any more."""
+    if epoch != state.epoch:
+        return
+    state.synced[plural] = (epoch, seq, absent)
+    state.changes.marks.add(plural)
+    if plural in state.owners:
+        for owner in list(state.owners[plural].values()):
+            if owner.epoch != epoch and owner.gone_at is None:
+                state.depart(owner, "vanished")
+    elif plural == "ippools":
+        for known in list(state.pools.values()):
+            if known.epoch != epoch:
+                state.remove_pool(known)
+                state.altered.append(known.name)
+    elif plural == "namespaces":
+        for name, (_, _, seen) in list(state.projects.items()):
+            if seen != epoch:
+                _forget_namespace(state, name)
+
+
+def _forget_namespace(state: State, name: str) -> None:
+    del state.projects[name]
+    state.changes.projects.add(name)
+    state.forget_choices()

@@ -1,0 +1,93 @@
+"""Who waits for what, in the order of their tickets.
+
+One heap for each thing that can be waited for. An owner may stand in several; entries that do not
+hold any more (it left, it was served) are dropped when they come up, and a heap that is mostly
+such entries is built again, so memory follows those who really wait.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+
+from services.allocator.core.model import Owner, Wait
+
+_Entry = tuple[int, int, Owner]  # ticket, number of the entry, who
+
+
+class _Queue:
+    __slots__ = ("entries", "live")
+
+    def __init__(self) -> None:
+        self.entries: list[_Entry] = []
+        self.live = 0
+
+
+class Queues:
+    def __init__(self) -> None:
+        self._queues: dict[Wait, _Queue] = {}
+        self._entered = 0
+
+    def __len__(self) -> int:
+        return len(self._queues)
+
+    def waiting(self, wait: Wait) -> int:
+        queue = self._queues.get(wait)
+        return queue.live if queue else 0
+
+    def needs(self) -> Iterator[Wait]:
+        return (wait for wait in list(self._queues) if wait[0] == "need")
+
+    def join(self, owner: Owner, waits: tuple[Wait, ...]) -> None:
+        """Wait for these instead of what the owner waited for before."""
+        before = owner.waits
+        owner.waits = waits
+        for wait in before:
+            if wait not in waits:
+                self._left(wait)
+        for wait in waits:
+            if wait not in before:
+                queue = self._queues.setdefault(wait, _Queue())
+                queue.live += 1
+                self.put_back(wait, owner)
+
+    def leave(self, owner: Owner) -> None:
+        self.join(owner, ())
+
+    def put_back(self, wait: Wait, owner: Owner) -> None:
+        """Enter an owner that pop() took and that goes on waiting for the same."""
+        queue = self._queues.setdefault(wait, _Queue())
+        self._entered += 1
+        heapq.heappush(queue.entries, (owner.ticket, self._entered, owner))
+
+    def _left(self, wait: Wait) -> None:
+        queue = self._queues.get(wait)
+        if queue is None:
+            return
+        queue.live -= 1
+        if queue.live <= 0:
+            del self._queues[wait]
+        elif len(queue.entries) > 2 * queue.live + 64:
+            queue.entries = [entry for entry in queue.entries if _holds(entry, wait)]
+            heapq.heapify(queue.entries)
+
+    def pop(self, waits: Iterable[Wait]) -> tuple[Wait, Owner] | None:
+        """The first in order among those who wait for any of these; it stays counted."""
+        best: tuple[int, Wait, _Queue] | None = None
+        for wait in waits:
+            queue = self._queues.get(wait)
+            if queue is None:
+                continue
+            while queue.entries and not _holds(queue.entries[0], wait):
+                heapq.heappop(queue.entries)
+            if queue.entries and (best is None or queue.entries[0][0] < best[0]):
+                best = (queue.entries[0][0], wait, queue)
+        if best is None:
+            return None
+        _, wait, queue = best
+        return wait, heapq.heappop(queue.entries)[2]
+
+
+def _holds(entry: _Entry, wait: Wait) -> bool:
+    ticket, _, owner = entry
+    return owner.ticket == ticket and wait in owner.waits

@@ -1,0 +1,71 @@
+"""The state as decisions, and as a fingerprint.
+
+`restated` says the standing decisions once more, for a log that lost them. `fingerprint` is equal
+for equal states, however they came to be.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from schema import addresses, events
+from services.allocator.core.model import DELEGATED, WAITING
+from services.allocator.core.place import event_owner, refused
+from services.allocator.core.state import State
+
+
+def restated(state: State) -> list[events.Event]:
+    """Every lease, delegation and refusal that holds now, in a fixed order."""
+    out: list[events.Event] = []
+    for owner in sorted(state.all_owners(), key=lambda owner: (owner.plural, owner.key)):
+        for lease in owner.leases:
+            pool = state.pools.get(lease.pool)
+            item = pool.plan.range_of(lease.address) if pool and pool.plan else None
+            out.append(
+                events.LeaseAdopted(
+                    at=state.now,
+                    owner=event_owner(owner),
+                    lease=lease.id,
+                    address=addresses.text(lease.address),
+                    pool=lease.pool,
+                    mask=item.mask if item else "",
+                    gateway=item.gateway_text if item else "",
+                    source="ledger",
+                    sharing_key=owner.request.share,
+                    generation=owner.generation,
+                )
+            )
+        if owner.phase == DELEGATED:
+            out.append(
+                events.AddressDelegated(
+                    at=state.now, owner=event_owner(owner), generation=owner.generation
+                )
+            )
+        if owner.phase == WAITING and owner.refusal is not None:
+            out.append(refused(state, owner, owner.refusal))
+    state.touched.update(dict.fromkeys(state.pools))
+    return out
+
+
+def fingerprint(state: State) -> str:
+    """A hash over everything that decides what happens next."""
+    digest = hashlib.sha256()
+
+    def add(*parts: object) -> None:
+        digest.update(repr(parts).encode())
+
+    add(state.epoch, sorted(state.synced.items()), sorted(state.projects.items()))
+    for plural, owners in sorted(state.owners.items()):
+        for key, owner in sorted(owners.items()):
+            leases = sorted((lease.id, lease.address, lease.pool) for lease in owner.leases)
+            add(plural, key, owner.uid, owner.request, owner.phase, owner.epoch, leases)
+            add(owner.refusal, owner.claims, owner.gone_at, owner.gone_how)
+    waiting = sorted((o.ticket, o.plural, o.uid) for o in state.all_owners() if o.ticket)
+    add([(plural, uid) for _, plural, uid in waiting], sorted(state.departed))
+    for name, pool in sorted(state.pools.items()):
+        add(name, pool.uid, pool.view, pool.reason, pool.last_allocated, pool.overlapping)
+        for family, space in sorted(pool.spaces.items()):
+            memos = [(m.address, m.plural, m.key, m.released) for m in space.in_order()]
+            add(family, space.shape, sorted(space.held), memos, space.fresh())
+    add(sorted(state.strays))
+    return digest.hexdigest()

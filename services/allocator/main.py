@@ -1,0 +1,104 @@
+"""The allocator as a service: facts from KUBE, through the core, into the ledger and LB."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
+from typing import Final
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from schema import selection
+from schema.subjects import ObjectRef
+from services.allocator import store
+from services.allocator.core import Rules, State, Tick, account, decide, next_deadline, tick
+from services.allocator.core.state_of import restated
+from services.kit.config import Settings
+from services.kit.projector import Projector
+from services.kit.records import Record, Source, Work
+from services.kit.runtime import Runtime
+
+FILTERS: Final = (
+    "kube.loadbalancers.>",
+    "kube.services.>",
+    "kube.ippools.>",
+    "kube.namespaces.>",
+    "kube.sync.>",
+    "kube.epoch",
+)
+
+
+def rules_of(settings: Settings) -> Rules:
+    mine = settings.allocator
+    return Rules(
+        classless=mine.classless,
+        selection=selection.Rules(
+            global_per_network=mine.global_per_network,
+            open_pools=mine.open_pools,
+            explicit_bypasses_scope=mine.explicit_bypasses_scope,
+        ),
+        overflow=mine.overflow,
+        grace=timedelta(seconds=mine.grace_s),
+        cooldown=timedelta(seconds=mine.cooldown_s),
+    )
+
+
+class AllocatorProjection:
+    """Glue between the projector, the core and the store."""
+
+    name = "allocator"
+    sources = (Source("KUBE", FILTERS),)
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self.state = State(rules)
+
+    async def load(self, conn: AsyncConnection) -> None:
+        self.state = State(self._rules)
+        await store.load(conn, self.state)
+
+    def apply(self, record: Record, work: Work) -> None:
+        for event in decide(self.state, record.event, epoch=record.epoch, seq=record.seq):
+            work.emit(event)
+
+    def local(self, item: object, work: Work) -> None:
+        if isinstance(item, Tick):
+            for event in tick(self.state, item.at):
+                work.emit(event, self.state.cause)
+
+    def settle(self, work: Work) -> None:
+        for event in account(self.state):
+            work.emit(event, self.state.cause)
+
+    async def save(self, conn: AsyncConnection) -> None:
+        await store.save(conn, self.state)
+
+    def restate(self, work: Work) -> None:
+        for event in restated(self.state):
+            work.emit(event)
+
+    def known(self) -> Iterable[tuple[ObjectRef, str]]:
+        return self.state.known()
+
+    def committed(self) -> None:
+        return
+
+
+async def run(rt: Runtime) -> None:
+    projection = AllocatorProjection(rules_of(rt.settings))
+    projector = Projector(rt, projection)
+    async with asyncio.TaskGroup() as group:
+        timer = group.create_task(_tick(projection, projector))
+        await projector.run()
+        timer.cancel()
+
+
+async def _tick(projection: AllocatorProjection, projector: Projector) -> None:
+    """Tell the core the time when something is due by it."""
+    while True:
+        await asyncio.sleep(1.0)
+        due = next_deadline(projection.state)
+        now = datetime.now(UTC)
+        if projector.active and due is not None and due <= now:
+            await projector.asubmit(Tick(now))

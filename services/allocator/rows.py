@@ -1,0 +1,102 @@
+"""Between the allocator's memory and text: requests, refusals and claims as JSON, COPY lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from schema import addresses
+from services.allocator.core.model import Claim, Lease, Owner, Refusal, Request
+from services.allocator.core.state import Granted
+
+_refusal_decoder = msgspec.json.Decoder(Refusal)
+_encoded: dict[Request, str] = {}
+_ENCODED_LIMIT = 65_536
+
+
+def request_text(request: Request) -> str:
+    """Requests are shared by many owners: each is written as JSON once."""
+    text = _encoded.get(request)
+    if text is None:
+        if len(_encoded) >= _ENCODED_LIMIT:
+            _encoded.clear()
+        plain = request._replace(addresses=tuple(map(addresses.text, request.addresses)))  # type: ignore[arg-type]
+        text = _encoded[request] = msgspec.json.encode(tuple(plain)).decode()
+    return text
+
+
+def read_request(text: str) -> Request:
+    fields = msgspec.json.decode(text)
+    fields[_ADDRESSES] = [addresses.parse(address) for address in fields[_ADDRESSES]]
+    return msgspec.convert(fields, Request)
+
+
+_ADDRESSES = Request._fields.index("addresses")
+
+
+def refusal_text(refusal: Refusal | None) -> str:
+    return "" if refusal is None else msgspec.json.encode(tuple(refusal)).decode()
+
+
+def read_refusal(text: str) -> Refusal | None:
+    return _refusal_decoder.decode(text) if text else None
+
+
+def claims_text(claims: Iterable[Claim]) -> str:
+    plain = [[addresses.text(claim.address), claim.pool, claim.source] for claim in claims]
+    return msgspec.json.encode(plain).decode() if plain else ""
+
+
+def read_claims(text: str) -> tuple[Claim, ...]:
+    if not text:
+        return ()
+    return tuple(
+        Claim(addresses.parse(address), pool, source)
+        for address, pool, source in msgspec.json.decode(text)
+    )
+
+
+def escape(text: str) -> str:
+    """One field of a COPY line."""
+    if "\\" in text or "\t" in text or "\n" in text or "\r" in text:
+        text = text.replace("\\", "\\\\").replace("\t", "\\t")
+        text = text.replace("\n", "\\n").replace("\r", "\\r")
+    return text
+
+
+LEASE_COLUMNS = (
+    "id", "plural", "namespace", "name", "uid", "address", "pool", "during", "rule", "adopted",
+    "sharing_key", "slots", "cause", "release_cause", "release_reason",
+)  # fmt: skip
+
+
+def lease_line(granted: Granted) -> str:
+    lease: Lease = granted.lease
+    owner = lease.owner
+    namespace, _, name = owner.key.partition("/")
+    until = f'"{granted.ended.isoformat()}"' if granted.ended else ""
+    return (
+        f"{lease.id}\t{owner.plural}\t{namespace}\t{name}\t{owner.uid}\t"
+        f'{addresses.text(lease.address)}\t{lease.pool}\t["{granted.at.isoformat()}",{until})\t'
+        f"{granted.rule}\t{'t' if granted.adopted else 'f'}\t"
+        f"\t{{(,)}}\t{granted.cause}\t{granted.end_cause}\t{granted.end_reason}\n"
+    )
+
+
+OWNER_COLUMNS = (
+    "plural", "uid", "namespace", "name", "epoch", "generation", "phase", "ticket", "request",
+    "refusal", "claims", "created", "gone_at", "gone_how",
+)  # fmt: skip
+
+
+def owner_line(owner: Owner) -> str:
+    namespace, _, name = owner.key.partition("/")
+    gone_at = owner.gone_at.isoformat() if owner.gone_at else "\\N"
+    refusal = escape(refusal_text(owner.refusal)) if owner.refusal else ""
+    claims = escape(claims_text(owner.claims)) if owner.claims else ""
+    return (
+        f"{owner.plural}\t{owner.uid}\t{namespace}\t{name}\t{owner.epoch}\t{owner.generation}\t"
+        f"{owner.phase}\t{owner.ticket}\t{escape(request_text(owner.request))}\t{refusal}\t"
+        f"{claims}\t{owner.created}\t{gone_at}\t{owner.gone_how}\n"
+    )
