@@ -1,0 +1,425 @@
+"""What the applier knows: decisions by owner, objects as the watcher shows them, writes of its own.
+
+`State` is evolved by facts, decisions and outcomes of writes, and is asked by services.applier.
+planning what to write next. It holds two views of an object: `shown`, which the watcher published,
+and `known`, which is that or the answer to our own last write where that is newer. What a person is
+told rests on what is shown; whether a write is needed is judged by what is known, so the echo of a
+write is never waited for and never mistaken for somebody else's change.
+
+Pure: no clock, no I/O. Decisions for an owner that is gone are forgotten with it; decisions for a
+uid that the watcher has not shown yet wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import datetime, timedelta
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import msgspec
+
+from schema import events, objects
+from schema.subjects import ObjectRef
+from services.applier.documents import (
+    Bookings,
+    Mark,
+    OwnerDoc,
+    PoolDoc,
+    fold,
+    fold_booking,
+    fold_pool,
+)
+from services.applier.shapes import LB_KIND, Announcing, made_key
+from services.applier.statuses import Form
+
+KINDS: Final = ("loadbalancers", "ippools", "services", "endpointslices")
+FORGET_GONE: Final = 50_000
+EAGER_REPAIRS: Final = 3  # foreign changes that are undone at once
+CONTESTED_REPAIRS: Final = 5  # from here on a person is told
+CALM_S: Final = 30.0  # without a foreign change for this and twice the delay, it starts anew
+REPAIR_CAP_S: Final = 300.0
+
+View: TypeAlias = objects.LoadBalancer | objects.IPPool | objects.Service | objects.EndpointSlice
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    announcing: Announcing = Announcing()
+    echo_s: float = 0.2
+    undecided_s: float = 2.0
+    pool_status_s: float = 1.0
+    pool_map_entries: int = 1000
+    backend_entries: int = 100
+
+
+class Key(NamedTuple):
+    """One thing that is written on its own: an object, its status, or its finalizers."""
+
+    plural: str
+    namespace: str
+    name: str
+    part: str = ""  # "" | status | finalizers
+
+    @property
+    def ref(self) -> ObjectRef:
+        return ObjectRef(self.plural, self.namespace, self.name)
+
+
+class Target(msgspec.Struct, omit_defaults=True):
+    """How writing one thing goes. `digest` is what was tried last, `applied` what succeeded."""
+
+    digest: str = ""
+    applied: str = ""
+    attempts: int = 0
+    next_at: datetime | None = None
+    reason: str = ""  # of the last failure
+    message: str = ""
+    repairs: int = 0
+    repaired_at: datetime | None = None
+    written_at: datetime | None = None
+
+    def contested(self, now: datetime) -> bool:
+        """Whether somebody else keeps undoing what we write."""
+        return self.repairs >= CONTESTED_REPAIRS and now < self.calm_at(now)
+
+    def calm_at(self, now: datetime) -> datetime:
+        """When the count of foreign changes starts anew."""
+        if self.repaired_at is None:
+            return now
+        return self.repaired_at + timedelta(seconds=CALM_S + 2 * repair_delay(self.repairs))
+
+
+class Absent(msgspec.Struct, frozen=True):
+    """The API server said that there is no such object."""
+
+
+ABSENT: Final = Absent()
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one write. `seen` is the object as the server answered it, ABSENT if gone."""
+
+    key: Key
+    entity: str
+    digest: str
+    at: datetime
+    outcome: str  # written | deleted | conflict | gone | failed
+    seen: View | Absent | None = None
+    reason: str = ""
+    message: str = ""
+    retry_in: float = 0.0
+    repair: bool = False
+    marks: dict[str, Mark] | None = None
+    noticed: str = ""
+    pruned: tuple[str, ...] = ()
+
+
+class State:
+    """Everything the applier knows. Entities are owners by uid, and pools as `pool:<name>`."""
+
+    def __init__(self, options: Options | None = None) -> None:
+        self.options = options or Options()
+        self.forms: dict[str, Form] = {"loadbalancers": Form(), "ippools": Form()}
+        self.owners: dict[str, OwnerDoc] = {}
+        self.pools: dict[str, PoolDoc] = {}
+        self.books: dict[str, Bookings] = {}
+        self.targets: dict[Key, Target] = {}
+        self.shown: dict[ObjectRef, View] = {}
+        self.synced: set[str] = set()
+        self.holds: dict[str, datetime] = {}  # entity -> since when a status is held back
+        self.dirty: dict[str, None] = {}  # entities to plan for, in order
+        self.cause = ""  # of what is being taken now
+        self.causes: dict[str, str] = {}  # entity -> cause of the last thing that was taken
+        self.unsaved = Unsaved()
+        self._written: dict[ObjectRef, View | Absent] = {}
+        self._slices: dict[str, set[ObjectRef]] = {}
+        self._gone: dict[str, None] = {}
+
+    # --- questions ---
+
+    def known(self, ref: ObjectRef) -> Any:
+        """The newest form of an object that we have seen, None when there is none."""
+        written = self._written.get(ref)
+        if written is None:
+            return self.shown.get(ref)
+        return None if isinstance(written, Absent) else written
+
+    def awaited(self, ref: ObjectRef) -> bool:
+        """Whether the watcher has yet to show what we wrote."""
+        written = self._written.get(ref)
+        return written is not None and not isinstance(written, Absent)
+
+    def slices_of(self, uid: str) -> list[ObjectRef]:
+        return sorted(self._slices.get(uid, ()))
+
+    def target(self, key: Key) -> Target:
+        return self.targets.setdefault(key, Target())
+
+    def ready(self) -> bool:
+        """Whether everything we compare with has been listed completely."""
+        return all(kind in self.synced for kind in KINDS)
+
+    # --- facts ---
+
+    def observe(self, ref: ObjectRef, old: View | None, new: View | None, uid: str) -> None:
+        """One object appeared, changed, or went away (new None)."""
+        self._index(ref, old, new)
+        if new is None:
+            self.shown.pop(ref, None)
+            written = self._written.get(ref)
+            if isinstance(written, Absent) or (written and written.metadata.uid == uid):
+                self._written.pop(ref)
+            self._ended(ref, uid)
+        else:
+            before = self.shown.get(ref)
+            self.shown[ref] = new
+            self._caught_up(ref, new, before)
+        for entity in self._entities(ref, old, new):
+            self.touch(entity)
+            if entity in self.owners:
+                self.owners[entity].generation += 1
+                self.unsaved.bumped.add(entity)
+
+    def touch(self, entity: str) -> None:
+        self.dirty[entity] = None
+        if self.cause:
+            self.causes[entity] = self.cause
+
+    def resume(self) -> None:
+        """Plan for what the cluster may not show yet: at a start, and when lists are complete."""
+        for uid, doc in self.owners.items():
+            if doc.applied != doc.generation:
+                self.touch(uid)
+        for name in self.pools:
+            self.touch(pool_entity(name))
+
+    def settled(self, entity: str) -> None:
+        """The cluster shows all that is wanted for this entity."""
+        doc = self.owners.get(entity)
+        if doc is not None and doc.applied != doc.generation and self.ready():
+            doc.applied = doc.generation
+            self.unsaved.bumped.add(entity)
+
+    def _index(self, ref: ObjectRef, old: View | None, new: View | None) -> None:
+        if ref.plural != "endpointslices":
+            return
+        for view, add in ((old, False), (new, True)):
+            for uid in _owner_uids(view):
+                if add:
+                    self._slices.setdefault(uid, set()).add(ref)
+                elif uid in self._slices:
+                    self._slices[uid].discard(ref)
+                    if not self._slices[uid]:
+                        del self._slices[uid]
+
+    def _caught_up(self, ref: ObjectRef, new: View, before: View | None) -> None:
+        """A fact ends what an answer said, unless it is from before that answer."""
+        written = self._written.get(ref, before)
+        if (
+            isinstance(written, View)
+            and written.metadata.uid == new.metadata.uid
+            and newer(written, new)
+        ):
+            self._written[ref] = written
+        else:
+            self._written.pop(ref, None)
+
+    def _entities(self, ref: ObjectRef, old: View | None, new: View | None) -> Iterable[str]:
+        if ref.plural == "ippools":
+            return [pool_entity(ref.name)] if ref.name in self.pools else []
+        found = [view.metadata.uid for view in (old, new) if view is not None]
+        if ref.plural in ("services", "endpointslices"):
+            found += [uid for view in (old, new) for uid in _owner_uids(view)]
+            stem = ref.name.partition(".")[0]
+            balancer = self.shown.get(ObjectRef("loadbalancers", ref.namespace, stem))
+            if balancer is not None:
+                found.append(balancer.metadata.uid)
+        return [uid for uid in dict.fromkeys(found) if uid in self.owners]
+
+    def _ended(self, ref: ObjectRef, uid: str) -> None:
+        """An object is gone: what was decided about it goes, bookings once they are released."""
+        self._gone[uid] = None
+        while len(self._gone) > FORGET_GONE:
+            del self._gone[next(iter(self._gone))]
+        doc = self.owners.get(uid)
+        if doc is not None and doc.idle:
+            self.forget(uid)
+        if ref.plural == "ippools" and ref.name in self.pools and self.pools[ref.name].uid == uid:
+            del self.pools[ref.name]
+            self.unsaved.pools.add(ref.name)
+            self._drop_targets([ref])
+
+    def _drop_targets(self, refs: Iterable[ObjectRef]) -> None:
+        for ref in refs:
+            for part in ("", "status", "finalizers"):
+                key = Key(*ref, part)
+                if self.targets.pop(key, None) is not None:
+                    self.unsaved.targets.add(key)
+
+    def forget(self, uid: str) -> None:
+        doc = self.owners.pop(uid)
+        refs = [doc.owner.ref]
+        for made in ("services/" + doc.name, *doc.made):
+            plural, _, name = made.partition("/")
+            refs.append(ObjectRef(plural, doc.namespace, name))
+        self._drop_targets(refs)
+        self.holds.pop(uid, None)
+        self.causes.pop(uid, None)
+        self.dirty.pop(uid, None)
+        self.unsaved.owners.add(uid)
+
+    # --- decisions ---
+
+    def decide(self, event: events.AnyEvent) -> None:
+        """Take one decision of another service."""
+        if isinstance(event, events.PoolAccounted):
+            pool = self.pools.setdefault(event.pool, PoolDoc(name=event.pool))
+            if fold_pool(pool, event):
+                self.unsaved.pools.add(event.pool)
+                self.touch(pool_entity(event.pool))
+            return
+        owner: events.Owner | None = getattr(event, "owner", None)
+        if owner is None or owner.plural not in ("loadbalancers", "services"):
+            return
+        self._book(event)
+        doc = self.owners.get(owner.uid)
+        if doc is None:
+            over = owner.uid in self._gone
+            if isinstance(event, events.LeaseReleased) or (over and not _granted(event)):
+                return
+            doc = OwnerDoc(owner.plural, owner.namespace, owner.name, owner.uid)
+            self.owners[owner.uid] = doc
+        if fold(doc, event):  # type: ignore[arg-type]
+            doc.generation += 1
+            self.touch(owner.uid)
+        self.unsaved.owners.add(owner.uid)
+        if owner.uid in self._gone and doc.idle:
+            self.forget(owner.uid)
+
+    def _book(self, event: events.AnyEvent) -> None:
+        if isinstance(event, events.LeaseGranted | events.LeaseAdopted | events.LeaseReleased):
+            dropped = fold_booking(self.books, event, self.options.pool_map_entries)
+            self.unsaved.history.add((event.pool, event.address))
+            if dropped:
+                self.unsaved.history.add((event.pool, dropped))
+
+    # --- outcomes ---
+
+    def settle(self, outcome: Outcome) -> None:
+        """Take what became of a write."""
+        target = self.target(outcome.key)
+        if outcome.outcome in ("written", "deleted"):
+            if outcome.repair:
+                calm = outcome.at >= target.calm_at(outcome.at)
+                target.repairs = 1 if calm else target.repairs + 1
+                target.repaired_at = outcome.at
+            target.applied, target.written_at = outcome.digest, outcome.at
+            target.attempts, target.next_at = 0, None
+            target.reason = target.message = ""
+            self._learn(outcome)
+        else:
+            same = outcome.digest == target.digest
+            target.attempts = target.attempts + 1 if same else 1
+            target.next_at = outcome.at + timedelta(seconds=outcome.retry_in)
+            target.reason, target.message = outcome.reason, outcome.message
+        target.digest = outcome.digest
+        self.unsaved.targets.add(outcome.key)
+        if outcome.seen is not None:
+            self._answered(outcome)
+        self.dirty[outcome.entity] = None
+
+    def _learn(self, outcome: Outcome) -> None:
+        doc = self.owners.get(outcome.entity)
+        seen = outcome.seen
+        if (
+            doc is not None
+            and isinstance(seen, objects.Service | objects.EndpointSlice)
+            and outcome.key.part == ""
+            and seen.metadata.uid != doc.uid
+        ):
+            doc.made[made_key(seen)] = seen.metadata.uid
+            self.unsaved.owners.add(doc.uid)
+        if doc is not None and outcome.outcome == "deleted":
+            doc.made.pop(f"{outcome.key.plural}/{outcome.key.name}", None)
+            self.unsaved.owners.add(doc.uid)
+        told = doc or self.pools.get(outcome.entity.removeprefix("pool:"))
+        if told is not None and outcome.marks is not None:
+            told.marks, told.noticed = outcome.marks, outcome.noticed
+            if doc is not None:
+                self.unsaved.owners.add(doc.uid)
+            else:
+                self.unsaved.pools.add(told.name)
+        form = self.forms.get(outcome.key.plural)
+        if form is not None and not set(outcome.pruned) <= form.pruned:
+            self.forms[outcome.key.plural] = form._replace(pruned=form.pruned | set(outcome.pruned))
+            self.unsaved.forms.add(outcome.key.plural)
+
+    def _answered(self, outcome: Outcome) -> None:
+        """Keep an answer until the watcher has shown as much."""
+        ref, seen = outcome.key.ref, outcome.seen
+        shown = self.shown.get(ref)
+        if isinstance(seen, Absent):
+            if shown is not None:
+                self._written[ref] = seen
+            else:
+                self._written.pop(ref, None)
+            return
+        assert seen is not None
+        before = self._written.get(ref)
+        if isinstance(before, View) and newer(before, seen):
+            return
+        if shown is not None and (not newer(seen, shown) or same_content(seen, shown)):
+            self._written.pop(ref, None)
+            if newer(seen, shown):
+                # Nothing to be shown: only the version moved, and later patches rest on it.
+                self.shown[ref] = seen
+            return
+        self._written[ref] = seen
+
+
+class Unsaved:
+    """What the next transaction has to store."""
+
+    def __init__(self) -> None:
+        self.owners: set[str] = set()
+        self.bumped: set[str] = set()  # owners of which only the generations changed
+        self.pools: set[str] = set()
+        self.history: set[tuple[str, str]] = set()
+        self.targets: set[Key] = set()
+        self.forms: set[str] = set()
+
+
+def pool_entity(name: str) -> str:
+    return f"pool:{name}"
+
+
+def newer(one: View, other: View) -> bool:
+    """Whether `one` is a later version than `other` (of one name; another uid is later too)."""
+    a, b = one.metadata.resource_version, other.metadata.resource_version
+    if a.isdecimal() and b.isdecimal():
+        return int(a) > int(b)
+    return a != b
+
+
+def same_content(one: View, other: View) -> bool:
+    def bare(view: View) -> View:
+        return msgspec.structs.replace(
+            view, metadata=msgspec.structs.replace(view.metadata, resource_version="")
+        )
+
+    return bare(one) == bare(other)
+
+
+def repair_delay(repairs: int) -> float:
+    """Seconds to wait before undoing the next foreign change."""
+    if repairs < EAGER_REPAIRS:
+        return 0.0
+    return min(REPAIR_CAP_S, 2.0 ** (repairs - EAGER_REPAIRS))
+
+
+def _granted(event: events.AnyEvent) -> bool:
+    return isinstance(event, events.LeaseGranted | events.LeaseAdopted)
+
+
+def _owner_uids(view: View | None) -> list[str]:
+    references = (view.metadata.owner_references if view is not None else None) or []
+    return [reference.uid for reference in references if reference.kind == LB_KIND]

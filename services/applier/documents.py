@@ -1,0 +1,309 @@
+"""What is decided about each owner and each pool, folded from the decisions on the bus.
+
+One `OwnerDoc` per uid, whatever its kind: the newest word of every service about it, and what the
+applier itself has to remember (since when each condition stands, which objects it made). Folding
+is pure and follows stream order; a decision that says nothing new changes nothing. Documents are
+stored as they are, so a restart goes on where the last commit stood.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from schema import events
+
+
+class Lease(msgspec.Struct, frozen=True, omit_defaults=True):
+    lease: str
+    address: str
+    pool: str
+    mask: str = ""
+    gateway: str = ""
+
+
+class Refusal(msgspec.Struct, frozen=True, omit_defaults=True):
+    reason: str
+    message: str
+    pool: str = ""
+    kept: str = ""
+
+
+class Backends(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The last complete image, with the verdicts that came after it."""
+
+    revision: int
+    ports: list[events.SlicePort]
+    backends: list[events.Backend]
+    matched: int
+    families: list[str] = []
+    dummy: str = ""
+    dummy6: str = ""
+    checked: bool = False
+    held: str = ""
+    reason: str = ""
+    message: str = ""
+
+    @property
+    def ready(self) -> int:
+        return sum(backend.ready for backend in self.backends)
+
+
+class Provider(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the provider holds for a Service."""
+
+    finalizer: bool = True
+    addresses: list[str] = []
+    in_step: bool = False
+    backends: int = 0
+    reason: str = ""
+    message: str = ""
+
+
+class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A condition as we last stated it, and since when."""
+
+    status: str
+    reason: str
+    message: str
+    since: str
+    updated: str
+
+
+class OwnerDoc(msgspec.Struct, omit_defaults=True):
+    """All that is decided about one object. `generation` grows with what is to be written,
+    `applied` is the generation at which the cluster last showed all of it."""
+
+    plural: str
+    namespace: str
+    name: str
+    uid: str
+    leases: list[Lease] = []
+    delegated: str = ""
+    refusal: Refusal | None = None
+    backends: Backends | None = None
+    early: list[events.HealthChanged] = []
+    provider: Provider | None = None
+    marks: dict[str, Mark] = {}
+    noticed: str = ""
+    made: dict[str, str] = {}  # "<plural>/<name>" of an object that we made -> its uid
+    generation: int = 0
+    applied: int = 0
+
+    @property
+    def owner(self) -> events.Owner:
+        return events.Owner(
+            plural=self.plural, namespace=self.namespace, name=self.name, uid=self.uid
+        )
+
+    @property
+    def holder(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+    @property
+    def decided(self) -> bool:
+        """Whether anybody has said anything about its address."""
+        return bool(self.leases or self.delegated or self.refusal or self.provider)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is held for it, so that it may be forgotten once its owner is gone."""
+        return not self.leases
+
+    def addresses(self) -> list[Lease]:
+        """The leases in force: the newest of each family, IPv4 first."""
+        newest: dict[bool, Lease] = {}
+        for lease in self.leases:
+            newest[":" in lease.address] = lease
+        return [newest[six] for six in (False, True) if six in newest]
+
+
+class PoolDoc(msgspec.Struct, omit_defaults=True):
+    """The newest account of one pool."""
+
+    name: str
+    uid: str = ""
+    total: int = 0
+    available: int = 0
+    waiting: int = 0
+    last_allocated: str = ""
+    ready: bool = True
+    reason: str = "Ready"
+    message: str = ""
+    accounted: bool = False
+    marks: dict[str, Mark] = {}
+    noticed: str = ""
+
+
+class Bookings(msgspec.Struct):
+    """Who holds each address of a pool, and who held it before: for the pool's status."""
+
+    live: dict[str, dict[str, str]] = {}  # address -> owner uid -> namespace/name
+    history: dict[str, str] = {}  # address -> namespace/name, the longest released first
+
+
+def fold(doc: OwnerDoc, event: events.Decision) -> bool:
+    """Take one decision about the owner; returns whether it says anything new."""
+    match event:
+        case events.LeaseGranted() | events.LeaseAdopted():
+            return _granted(doc, event)
+        case events.LeaseReleased():
+            kept = [lease for lease in doc.leases if lease.lease != event.lease]
+            changed = len(kept) != len(doc.leases)
+            doc.leases = kept
+            return changed
+        case events.LeaseRefused():
+            refusal = Refusal(event.reason, event.message, event.pool, event.kept)
+            changed = refusal != doc.refusal or bool(doc.delegated)
+            doc.refusal, doc.delegated = refusal, ""
+            return changed
+        case events.AddressDelegated():
+            changed = doc.delegated != event.address or doc.refusal is not None
+            doc.delegated, doc.refusal = event.address, None
+            return changed
+        case events.BackendsResolved():
+            return _resolved(doc, event)
+        case events.HealthChanged():
+            return _verdicts(doc, event)
+        case events.ProviderStateChanged():
+            provider = Provider(
+                event.finalizer,
+                event.addresses,
+                event.in_step,
+                event.backends,
+                event.reason,
+                event.message,
+            )
+            changed = provider != doc.provider
+            doc.provider = provider
+            return changed
+    return False
+
+
+def _granted(doc: OwnerDoc, event: events.LeaseGranted | events.LeaseAdopted) -> bool:
+    lease = Lease(event.lease, event.address, event.pool, event.mask, event.gateway)
+    changed = lease not in doc.leases or doc.refusal is not None or bool(doc.delegated)
+    # A lease that is stated again keeps no older form of itself, nor of its address.
+    doc.leases = [
+        other
+        for other in doc.leases
+        if other.lease != lease.lease and other.address != lease.address
+    ] + [lease]
+    doc.refusal, doc.delegated = None, ""
+    return changed
+
+
+def _resolved(doc: OwnerDoc, event: events.BackendsResolved) -> bool:
+    before = doc.backends
+    doc.backends = Backends(
+        event.revision,
+        event.ports,
+        event.backends,
+        event.matched,
+        event.families,
+        event.dummy,
+        event.dummy6,
+        event.checked,
+        event.held,
+        event.reason,
+        event.message,
+    )
+    for late in doc.early:
+        if late.revision > doc.backends.revision:
+            doc.backends = with_verdicts(doc.backends, late)
+    doc.early = []
+    if before is None:
+        return True
+    return msgspec.structs.replace(before, revision=0) != msgspec.structs.replace(
+        doc.backends, revision=0
+    )
+
+
+def _verdicts(doc: OwnerDoc, event: events.HealthChanged) -> bool:
+    before = doc.backends
+    if before is None:
+        doc.early = [*doc.early, event]
+        return False
+    if event.revision <= before.revision:
+        return False
+    if event.revision > before.revision + 1:
+        doc.early = [*doc.early, event]  # an image is on its way on the other subject
+    doc.backends = with_verdicts(before, event)
+    return msgspec.structs.replace(doc.backends, revision=0) != msgspec.structs.replace(
+        before, revision=0
+    )
+
+
+def with_verdicts(image: Backends, event: events.HealthChanged) -> Backends:
+    """The image after some verdicts; those about backends that it does not hold say nothing."""
+    changes = {(change.uid, change.address): change for change in event.changes}
+    backends = []
+    for backend in image.backends:
+        change = changes.get((backend.uid, backend.address))
+        if change is not None:
+            backend = msgspec.structs.replace(
+                backend,
+                state=change.state,
+                ready=change.ready,
+                reason=change.reason,
+                since=change.since or backend.since,
+            )
+        backends.append(backend)
+    # The event's word on the dummy holds for the backends it knew. A slice must never be left
+    # without a ready endpoint by a word that is ahead of its image, so the dummy then stays.
+    ready = {":" in backend.address for backend in backends if backend.ready}
+    dummy = event.dummy or ("" if False in ready else image.dummy)
+    dummy6 = event.dummy6 or ("" if True in ready else image.dummy6)
+    return msgspec.structs.replace(
+        image,
+        revision=event.revision,
+        backends=backends,
+        dummy=dummy,
+        dummy6=dummy6,
+        held=event.held,
+    )
+
+
+def fold_pool(doc: PoolDoc, event: events.PoolAccounted) -> bool:
+    """Take an account of the pool; returns whether it says anything new."""
+    fresh = PoolDoc(
+        name=event.pool,
+        uid=event.uid,
+        total=event.total,
+        available=event.available,
+        waiting=event.waiting,
+        last_allocated=event.last_allocated,
+        ready=event.ready,
+        reason=event.reason,
+        message=event.message,
+        accounted=True,
+    )
+    if fresh.uid != doc.uid:
+        doc.marks, doc.noticed = {}, ""
+    fresh.marks, fresh.noticed = doc.marks, doc.noticed
+    if fresh == doc:
+        return False
+    for field in msgspec.structs.fields(PoolDoc):
+        setattr(doc, field.name, getattr(fresh, field.name))
+    return True
+
+
+def fold_booking(books: dict[str, Bookings], event: events.Decision, limit: int) -> str:
+    """Keep the pool's map in step with a lease event; returns an address that left the history."""
+    if isinstance(event, events.LeaseGranted | events.LeaseAdopted):
+        book = books.setdefault(event.pool, Bookings())
+        holder = f"{event.owner.namespace}/{event.owner.name}"
+        book.live.setdefault(event.address, {})[event.owner.uid] = holder
+        book.history.pop(event.address, None)
+    elif isinstance(event, events.LeaseReleased):
+        book = books.setdefault(event.pool, Bookings())
+        holders = book.live.get(event.address, {})
+        holders.pop(event.owner.uid, None)
+        if not holders:
+            book.live.pop(event.address, None)
+            book.history.pop(event.address, None)
+            book.history[event.address] = f"{event.owner.namespace}/{event.owner.name}"
+            if len(book.history) > limit:
+                oldest = next(iter(book.history))
+                del book.history[oldest]
+                return oldest
+    return ""
