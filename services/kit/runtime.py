@@ -163,6 +163,8 @@ def _outcome(task: asyncio.Future[None]) -> int:
         logger.error("service.stop_timed_out", after_s=SHUTDOWN_S)
         return 1
     error = task.exception()
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
     if error is None or isinstance(error, Stopped):
         return 0
     if isinstance(error, ConfigError):
