@@ -23,7 +23,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kubeconfig", type=Path, help="where to write a kubeconfig")
     parser.add_argument("--token", help="bearer token to accept (default: a random one)")
     parser.add_argument(
-        "--ready-file", type=Path, help='written once it listens: {"url": ..., "pid": ...}'
+        "--ready-file", type=Path, help="written once it listens: its addresses and pid, as JSON"
     )
     return parser.parse_args()
 
@@ -47,7 +47,7 @@ def _announce(path: Path, server: KubeServer) -> None:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".new")
-    told = {"url": server.secure_url, "http": server.url, "pid": os.getpid()}
+    told = {"url": server.url, "secure_url": server.secure_url, "pid": os.getpid()}
     draft.write_bytes(msgspec.json.encode(told))
     draft.replace(path)
 

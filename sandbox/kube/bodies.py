@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 import yaml
 
+from sandbox.kube import protobuf
 from sandbox.kube.checks import check
-from sandbox.kube.errors import ApiError
+from sandbox.kube.errors import ApiError, unsupported_media
 from sandbox.kube.resources import Object, Resource
 from sandbox.kube.schema import fill, prune
 
@@ -44,11 +45,9 @@ def parse(body: bytes, resource: Resource, content_type: str | None) -> Any:
     """The decoded body, whatever it holds."""
     kind = media_type(content_type)
     if kind == PROTOBUF:
-        raise ApiError(
-            415,
-            "the body of the request was in an unknown format - accepted media types include: "
-            f"{JSON}, {YAML}",
-        )
+        return protobuf.read(body)
+    if kind not in (JSON, YAML):
+        raise unsupported_media([JSON, YAML, PROTOBUF])
     try:
         return msgspec.json.decode(body)
     except msgspec.DecodeError as error:

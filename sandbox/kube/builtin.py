@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import ipaddress
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -125,6 +126,9 @@ class SecretRules(Rules):
 
     def default(self, obj: Object) -> None:
         obj.setdefault("type", "Opaque")
+        for name, text in (obj.pop("stringData", None) or {}).items():
+            encoded = base64.b64encode(text.encode()).decode()
+            obj.setdefault("data", {})[name] = encoded
 
 
 _LOOPBACK = "may not be in the loopback range (127.0.0.0/8, ::1/128)"

@@ -23,6 +23,7 @@ from sandbox.kube.errors import (
     wrong,
     wrong_type,
 )
+from sandbox.kube.fields import MISSING
 from sandbox.kube.schema import Schema
 
 
@@ -54,9 +55,13 @@ def _fits(value: Any, wanted: str) -> bool:
     return found == wanted
 
 
-def check(value: Any, schema: Schema, path: str) -> Iterator[FieldError]:
-    """Every fault of a value, depth first."""
-    if value is None and schema.nullable:
+def check(value: Any, schema: Schema, path: str, old: Any = MISSING) -> Iterator[FieldError]:
+    """Every fault of a value, depth first.
+
+    What is as it was before (`old`) is let pass, so that a stricter schema does not block the
+    objects that were there earlier.
+    """
+    if (value is None and schema.nullable) or (old is not MISSING and value == old):
         return
     if schema.type and not _fits(value, schema.type):
         found = type_name(value)
@@ -68,7 +73,7 @@ def check(value: Any, schema: Schema, path: str) -> Iterator[FieldError]:
         yield unsupported(path, value, enum)
     match value:
         case dict():
-            yield from _object(value, schema, path)
+            yield from _object(value, schema, path, old if isinstance(old, dict) else {})
         case list():
             yield from _array(value, schema, path)
         case str():
@@ -80,7 +85,9 @@ def check(value: Any, schema: Schema, path: str) -> Iterator[FieldError]:
     yield from _combined(value, schema, path)
 
 
-def _object(value: dict[str, Any], schema: Schema, path: str) -> Iterator[FieldError]:
+def _object(
+    value: dict[str, Any], schema: Schema, path: str, old: dict[str, Any]
+) -> Iterator[FieldError]:
     raw = schema.raw
     dot = f"{path}." if path else ""
     for name in raw.get("required", ()):
@@ -94,9 +101,9 @@ def _object(value: dict[str, Any], schema: Schema, path: str) -> Iterator[FieldE
     for name, item in value.items():
         child = schema.properties.get(name)
         if child is not None:
-            yield from check(item, child, f"{dot}{name}")
+            yield from check(item, child, f"{dot}{name}", old.get(name, MISSING))
         elif schema.additional is not None:
-            yield from check(item, schema.additional, f"{dot}{name}")
+            yield from check(item, schema.additional, f"{dot}{name}", old.get(name, MISSING))
 
 
 def _array(value: list[Any], schema: Schema, path: str) -> Iterator[FieldError]:

@@ -16,6 +16,7 @@ import msgspec
 from sandbox.kube import columns, shapes
 from sandbox.kube.checks import check
 from sandbox.kube.errors import FieldError, required, unsupported, wrong
+from sandbox.kube.fields import MISSING
 from sandbox.kube.resources import CUSTOM_VERBS, Column, Object, Registry, Resource, Rules
 from sandbox.kube.schema import Schema
 
@@ -34,7 +35,6 @@ class CustomRules(Rules):
     def __init__(self, schema: Schema, *, status: bool, selectable: frozenset[str]) -> None:
         self._schema = schema
         self._status = status
-        self._has_rules = schema.all_rules()
         self.selectable = selectable
 
     def changed(self, obj: Object, old: Object) -> bool:
@@ -44,11 +44,11 @@ class CustomRules(Rules):
 
     def validate(self, obj: Object, old: Object | None, *, status: bool) -> Iterator[FieldError]:
         found = False
-        for error in check(obj, self._schema, ""):
+        for error in check(obj, self._schema, "", MISSING if old is None else old):
             found = True
             yield error
-        if self._has_rules and not found:
-            # Imported on first use: the CEL library costs more than the rest of this package.
+        if self._schema.ruled and not found:
+            # Imported where there are rules: most servers have none.
             from sandbox.kube.rules import check_rules
 
             yield from check_rules(obj, old, self._schema)
@@ -149,6 +149,10 @@ def _structural(raw: Any, where: str) -> Iterator[FieldError]:
     if raw.get("x-kubernetes-list-type") == "map" and not raw.get("x-kubernetes-list-map-keys"):
         text = "must be set if x-kubernetes-list-type is map"
         yield required(f"{where}.x-kubernetes-list-map-keys", text)
+    if raw.get("x-kubernetes-validations"):
+        from sandbox.kube.rules import faults_of
+
+        yield from faults_of(raw, where)
     for name, child in (raw.get("properties") or {}).items():
         yield from _structural(child, f"{where}.properties[{name}]")
     if kind == "array" and "items" not in raw:

@@ -12,6 +12,13 @@ from typing import Any
 
 import msgspec
 
+#: Field names that CEL has for itself, and marks that it does not take in a name.
+_CEL_WORDS = (
+    "true false null in as break const continue else for function if import let loop package "
+    "namespace return var void while"
+)
+RESERVED = frozenset(_CEL_WORDS.split())
+MARKS = {"__": "underscores", ".": "dot", "-": "dash", "/": "slash"}
 _SCALARS = ("string", "integer", "number", "boolean")
 
 
@@ -33,8 +40,10 @@ class Schema:
         "patch_replace",
         "properties",
         "raw",
+        "ruled",
         "rules",
         "scalar",
+        "translated",
         "type",
     )
 
@@ -68,6 +77,14 @@ class Schema:
             child.has_defaults for child in self.children()
         )
 
+        #: Whether there are CEL rules here or below, and whether CEL sees the value changed.
+        self.ruled: bool = bool(self.rules) or any(child.ruled for child in self.children())
+        self.translated: bool = (
+            raw.get("format") == "date-time"
+            or any(name in RESERVED or any(m in name for m in MARKS) for name in self.properties)
+            or any(child.translated for child in self.children())
+        )
+
     def children(self) -> Iterator[Schema]:
         yield from self.properties.values()
         if self.additional is not None:
@@ -81,9 +98,6 @@ class Schema:
 
     def element(self) -> Schema:
         return self.items or ANY
-
-    def all_rules(self) -> bool:
-        return bool(self.rules) or any(child.all_rules() for child in self.children())
 
 
 ANY = Schema({"x-kubernetes-preserve-unknown-fields": True})

@@ -251,7 +251,8 @@ class KubeServer:
         body: bytes,
     ) -> web.StreamResponse:
         if verb in ("delete", "deletecollection"):
-            return self._delete(target, verb, query, body)
+            kind = request.headers.get("Content-Type")
+            return self._delete(target, verb, query, body, kind)
         options = _options(request, target, query)
         resource, namespace = target.resource, target.namespace or ""
         if verb == "patch":
@@ -274,12 +275,17 @@ class KubeServer:
         return response
 
     def _delete(
-        self, target: Target, verb: str, query: Mapping[str, str], body: bytes
+        self,
+        target: Target,
+        verb: str,
+        query: Mapping[str, str],
+        body: bytes,
+        content_type: str | None,
     ) -> web.StreamResponse:
         resource, namespace = target.resource, target.namespace or ""
         if verb not in resource.verbs:
             raise ApiError(405, "the server does not allow this method on the requested resource")
-        parsed = bodies.parse(body, resource, None) if body else None
+        parsed = bodies.parse(body, resource, content_type) if body else None
         options = delete_options(parsed, dict(query))
         dry_run = query.get("dryRun") == "All" or options.get("dryRun") == ["All"]
         if verb == "delete":
