@@ -84,15 +84,15 @@ class Puller:
     async def close(self) -> None:
         """Delete the consumer."""
         self._failed = self._failed or Unavailable(f"the puller of {self._stream} is closed")
-        if self._building is not None:
-            self._building.cancel()
-            await asyncio.gather(self._building, return_exceptions=True)
-            if not self._building.cancelled() and self._building.exception() is None:
-                await self._building.result().close()
-            self._building = None
-        if self._consumer is not None:
-            await self._consumer.close()
-            self._consumer = None
+        building, self._building = self._building, None
+        if building is not None:
+            building.cancel()
+            await asyncio.gather(building, return_exceptions=True)
+            if not building.cancelled() and building.exception() is None:
+                await building.result().close()
+        consumer, self._consumer = self._consumer, None
+        if consumer is not None:
+            await consumer.close()
 
     async def _rebuilt(self, timeout: float) -> bool:
         """Have a working consumer within the time. The work goes on between calls."""
@@ -106,19 +106,23 @@ class Puller:
                 reason=self._consumer.broken,
                 position=self.position,
             )
-        if self._building is None:
-            self._building = asyncio.create_task(self._build(), name=f"bus.pull.{self._name}")
+        building = self._building
+        if building is None:
+            building = asyncio.create_task(self._build(), name=f"bus.pull.{self._name}")
+            self._building = building
         old, self._consumer = self._consumer, None
         if old is not None:
             await old.close()
-        done, _ = await asyncio.wait({self._building}, timeout=max(timeout, 0))
+        done, _ = await asyncio.wait({building}, timeout=max(timeout, 0))
         if not done:
             if self._missing is not None:
                 raise self._missing
             return False
-        task, self._building = self._building, None
+        if self._building is None:  # close was quicker
+            raise self._failed or Unavailable(f"the puller of {self._stream} is closed")
+        self._building = None
         try:
-            self._consumer = task.result()
+            self._consumer = building.result()
         except BusError as error:
             self._failed = error
             raise

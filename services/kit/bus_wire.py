@@ -1,13 +1,14 @@
 """The only module that knows the NATS client library: one connection, bytes in and out.
 
-The library does TLS, authentication, the protocol and its parser. Around that, three things of it
-are replaced because a message costs several times more with them (a Task per message, eager header
-parsing, header validation by regular expressions) or because they lose information: dispatch of
-messages, sending, and reconnecting. A connection that ends is not repaired but replaced by a new
-object, so nothing half-sent can survive it, and every way to end is handled alike.
+The library does TLS, authentication, keep-alive and the life of the socket. Parsing, dispatch and
+sending are ours, because a message costs several times more with the library's (regular
+expressions, eager header parsing, a queue and a task between). So is reconnecting: a connection
+that ends is not repaired but replaced by a new object, so nothing half-sent can survive it, and
+every way to end is handled alike.
 
-For this it relies on these internals of nats-py 2.16: `_process_msg`, `_pending`, `_sid`,
-`_pending_data_size`, `_flush_queue`. tests/adapters/test_bus_link.py fails when they change.
+For this it relies on these internals of nats-py 2.16: `_ps`, `_sid`, `_pending`,
+`_pending_data_size`, `_flush_queue`, `_process_ping`, `_process_pong`, `_process_info`,
+`_process_err`. tests/adapters/test_bus_link.py fails when they change.
 """
 
 import asyncio
@@ -20,7 +21,9 @@ import msgspec
 import structlog
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
+from nats.errors import ProtocolError
 
+from services.kit.bus_parse import Parser, ProtocolFault
 from services.kit.bus_types import BusError, Unavailable
 
 # subject, reply, headers, data: as they are on the wire.
@@ -48,11 +51,40 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True):
         return text
 
 
+class _Reader:
+    """What the library calls its parser."""
+
+    def __init__(self, wire: "Wire") -> None:
+        self._wire = wire
+        self.reset()
+
+    def reset(self) -> None:
+        self._parser = Parser(self._wire.deliver)
+
+    async def parse(self, data: bytes) -> None:
+        try:
+            lines = self._parser.feed(data)
+        except ProtocolFault as fault:
+            raise ProtocolError(str(fault)) from fault
+        for line in lines:
+            if line == b"PING":
+                await self._wire._process_ping()
+            elif line == b"PONG":
+                await self._wire._process_pong()
+            elif line.startswith(b"INFO "):
+                await self._wire._process_info(msgspec.json.decode(line[5:]))
+            elif line.startswith(b"-ERR"):
+                await self._wire._process_err(line[5:].decode(errors="replace").lower())
+            elif line != b"+OK":
+                raise ProtocolError(f"unknown line {line[:100]!r}")
+
+
 class Wire(Client):
     """One connection, from its opening to its end."""
 
     def __init__(self) -> None:
         super().__init__()
+        self._ps = _Reader(self)  # type: ignore[assignment]  # the library names its own class
         self._listeners: dict[int, Listener] = {}
         self.ended = asyncio.Event()
 
@@ -129,8 +161,8 @@ class Wire(Client):
         if queue is not None and queue.empty():
             queue.put_nowait(asyncio.get_running_loop().create_future())
 
-    async def _process_msg(
-        self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None
+    def deliver(
+        self, sid: int, subject: bytes, reply: bytes, headers: bytes | None, data: bytes
     ) -> None:
         listener = self._listeners.get(sid)
         if listener is not None:

@@ -372,11 +372,14 @@ async def test_close_leaves_no_consumer(nats_url: str) -> None:
         pullers = [bus.puller(STREAM, start_seq=1) for _ in range(3)]
         await pullers[0].fetch(1, 5)
         await pullers[1].fetch(100, 5)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.001):
-                await pullers[2].fetch(1, 5)
-        for puller in pullers:
+        early = asyncio.create_task(pullers[2].fetch(1, 5))
+        waiting = asyncio.create_task(pullers[1].fetch(1, 5))
+        await asyncio.sleep(0)
+        for puller in reversed(pullers):
             await puller.close()
+        for fetching in (early, waiting):
+            with pytest.raises(Unavailable, match="closed"):
+                await fetching
         assert await _consumers(nats_url) == []
         with pytest.raises(Unavailable, match="closed"):
             await pullers[0].fetch(1, 0.1)
