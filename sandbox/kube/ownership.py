@@ -11,11 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from sandbox.kube import fields
 from sandbox.kube.errors import ApiError
 from sandbox.kube.fields import Paths
 from sandbox.kube.schema import Schema
 
+LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 _META_UNOWNED = (
     "name",
     "namespace",
@@ -168,14 +171,28 @@ def apply(
         for other, paths in claims.paths.items()
         if other != manager and paths & changed
     }
-    if conflicts and not force:
-        raise _conflict(conflicts)
+    if not force:
+        allowed = _last_applied(live, bare_live, schema) if manager.name == "kubectl" else set()
+        left = {other: paths - allowed for other, paths in conflicts.items() if paths - allowed}
+        if left:
+            raise _conflict(left)
     for other in claims.paths:
         if other != manager:
             claims.paths[other] = claims.paths[other] - changed - found.removed
     claims.times[manager] = now
     claims.without_empty()
     return _rebuilt(live, merged, claims)
+
+
+def _last_applied(live: Mapping[str, Any], bare: Any, schema: Schema) -> Paths:
+    """What client-side apply had set and nobody changed since: `kubectl` may take that over."""
+    text = ((live.get("metadata") or {}).get("annotations") or {}).get(LAST_APPLIED)
+    try:
+        applied = _bare(msgspec.json.decode(text or "{}", type=dict[str, Any]))
+    except msgspec.MsgspecError:
+        return set()
+    found = fields.compare(applied, bare, schema)
+    return fields.owned_by_config(applied, schema) - found.added - found.modified - found.removed
 
 
 def _rebuilt(live: dict[str, Any], merged: dict[str, Any], claims: Claims) -> dict[str, Any]:

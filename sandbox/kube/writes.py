@@ -28,7 +28,7 @@ from sandbox.kube.errors import (
     unsupported_media,
     wrong,
 )
-from sandbox.kube.ownership import Manager
+from sandbox.kube.ownership import LAST_APPLIED, Manager
 from sandbox.kube.resources import Object, Registry, Resource
 from sandbox.kube.schema import copy, prune
 from sandbox.kube.store import Key, Store, Stored
@@ -44,7 +44,6 @@ _FIXED = (
     "generation",
     "selfLink",
 )
-_LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 _META_RESETS = frozenset({"metadata"})
 
 
@@ -497,10 +496,10 @@ def _declared(resource: Resource, config: Object) -> None:
 
 def _refresh_last_applied(live: Object, applied: Object, config: Object, options: Options) -> None:
     """`kubectl apply --server-side` keeps the record of client-side apply up to date."""
-    had = (live["metadata"].get("annotations") or {}).get(_LAST_APPLIED)
+    had = (live["metadata"].get("annotations") or {}).get(LAST_APPLIED)
     if options.manager != "kubectl" or not had:
         return
     record = copy(config)
-    (record["metadata"].get("annotations") or {}).pop(_LAST_APPLIED, None)
+    (record["metadata"].get("annotations") or {}).pop(LAST_APPLIED, None)
     text = msgspec.json.encode(record, order="sorted").decode() + "\n"
-    applied["metadata"].setdefault("annotations", {})[_LAST_APPLIED] = text
+    applied["metadata"].setdefault("annotations", {})[LAST_APPLIED] = text
