@@ -7,7 +7,13 @@ import pytest
 from hypothesis import HealthCheck as Health
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from schema.events import BackendsResolved
 from schema.objects import ExplicitBackend, HealthCheck, Listener
@@ -267,6 +273,16 @@ def test_each_family_has_its_own_dummy():
     assert (up.dummy, up.dummy6) == ("192.0.0.8", "")
 
 
+def test_a_verdict_between_an_edit_and_its_image_keeps_the_old_slices_whole():
+    """The spec has other families by now, the image does not: the dummy is that of the image."""
+    world = World().see(balancer(health_check=CHECK), machine("vm1", "10.0.0.4", "2001:db8::4"))
+    world.settle()
+    world.judge(world.verdict("vm1", True))
+    world.see(balancer(health_check=CHECK, ip_families=["IPv6"]))
+    (event,) = world.judge(world.verdict("vm1", False))
+    assert (event.dummy, event.dummy6) == ("192.0.0.8", "")
+
+
 def test_an_ipv6_load_balancer_takes_only_ipv6_addresses():
     """Its only dummy is the IPv6 one."""
     world = World().see(balancer(ip_families=["IPv6"]), machine("vm1", "10.0.0.4", "2001:db8::4"))
@@ -324,12 +340,14 @@ def test_large_changes_are_decided_in_portions():
 
 NAMES = st.sampled_from(["vm1", "vm2", "vm3"])
 OWNERS = st.sampled_from(["lb1", "lb2"])
+VERSIONS = st.sampled_from("aaab")
 SELECTORS = st.sampled_from(
-    [{}, {"a": ["1"]}, {"a": ["1", "2"]}, {"a": ["1"], "b": ["1"]}, {"a": []}]
+    [{"a": ["1", "2"]}, {"a": ["1"]}, {"a": ["1"], "b": ["1"]}, {}, {"a": []}]
 )
-CHECKS = st.sampled_from([None, CHECK, OTHER, BROKEN])
-FAMILIES = st.sampled_from([None, ["IPv6"], ["IPv4", "IPv6"]])
-LABELS = st.fixed_dictionaries({}, optional={"a": st.sampled_from("12"), "b": st.just("1")})
+CHECKS = st.sampled_from([CHECK, CHECK, OTHER, None, BROKEN])
+FAMILIES = st.sampled_from([None, None, ["IPv6"], ["IPv4", "IPv6"]])
+LABELS = st.sampled_from([{"a": "1"}, {"a": "1", "b": "1"}, {"a": "2"}, {"b": "1"}, {}])
+SELDOM = st.sampled_from([False] * 7 + [True])
 ADDRESSES = st.lists(
     st.sampled_from(["10.0.0.1", "10.0.0.2", "2001:db8::1", "127.0.0.1", "nonsense"]), max_size=2
 )
@@ -350,18 +368,32 @@ class AnyHistory(RuleBasedStateMachine):
         self.clock = 0.0
         self.generation = 0
 
+    @initialize(listed=st.sampled_from([True, True, True, False]))
+    def begin(self, listed):
+        """Most histories begin where something is there to be judged."""
+        for vm in (machine("vm1", "10.0.0.1", uid="vm1-a", labels={"a": "1"}),):
+            self.state.see_member(ref(vm), vm)
+            self.vms["vm1"] = vm
+        lb = balancer("lb1", uid="lb1-a", backend_server_selector={"a": ["1"]}, health_check=CHECK)
+        self.state.see_balancer("lb1-a", lb)
+        self.lbs["lb1-a"] = lb
+        if listed:
+            self.synced |= set(KINDS)
+            self.settle(100)
+
     # --- facts ---
 
     @rule(
         name=OWNERS,
-        version=st.sampled_from("ab"),
+        version=VERSIONS,
         selector=SELECTORS,
         check=CHECKS,
         families=FAMILIES,
-        deleting=st.booleans(),
-        kind=st.sampled_from(["", "vm", "vm", "cluster"]),
+        deleting=SELDOM,
+        settled=st.booleans(),
+        kind=st.sampled_from([""] * 4 + ["vm"] * 4 + ["cluster"]),
     )
-    def see_balancer(self, name, version, selector, check, families, deleting, kind):
+    def see_balancer(self, name, version, selector, check, families, deleting, settled, kind):
         self.generation += 1
         uid = f"{name}-{version}"
         for other in [u for u in self.lbs if u.startswith(name) and u != uid]:
@@ -378,6 +410,8 @@ class AnyHistory(RuleBasedStateMachine):
         )
         self.state.see_balancer(uid, lb)
         self.lbs[uid] = lb
+        if settled:
+            self.settle(100)
         if deleting or kind == "cluster":
             self.forget(uid)
 
@@ -397,10 +431,10 @@ class AnyHistory(RuleBasedStateMachine):
 
     @rule(
         name=NAMES,
-        version=st.sampled_from("ab"),
+        version=VERSIONS,
         labels=LABELS,
         addresses=ADDRESSES,
-        deleting=st.booleans(),
+        deleting=SELDOM,
     )
     def see_machine(self, name, version, labels, addresses, deleting):
         vm = machine(
@@ -430,33 +464,45 @@ class AnyHistory(RuleBasedStateMachine):
         self.synced.add(plural)
         self.state.see_complete()
 
-    @rule()
-    def new_epoch(self):
+    @precondition(lambda self: self.synced >= set(KINDS))
+    @rule(sure=st.sampled_from([False] * 3 + [True]))
+    def new_epoch(self, sure):
+        if not sure:
+            return
         self.synced.clear()
 
     # --- verdicts ---
 
     @precondition(lambda self: any(image.backends for image in self.images.values()))
-    @rule(
-        data=st.data(),
-        healthy=st.booleans(),
-        step=st.sampled_from([1.0, 1.0, 0.0, -5.0]),
-        stale=st.booleans(),
-    )
-    def judge(self, data, healthy, step, stale):
+    @rule(data=st.data())
+    def judge(self, data):
+        self.hear(data)
+
+    @precondition(lambda self: any(image.backends for image in self.images.values()))
+    @rule(data=st.data())
+    def judge_more(self, data):
+        for _ in range(3):
+            self.hear(data)
+
+    def hear(self, data):
         uid = data.draw(st.sampled_from(sorted(u for u, i in self.images.items() if i.backends)))
         keys = [(b.uid, b.address) for b in self.images[uid].backends] + [("gone", "10.0.0.9")]
-        given = data.draw(st.lists(st.sampled_from(keys), min_size=1, max_size=3))
-        self.clock += max(step, 0.0)
         plan = read(self.lbs[uid], DEFAULTS)
-        config = "stale" if stale else plan.config
-        at = self.clock + min(step, 0.0)
-        verdicts = [Verdict(uid, *key, config, at, healthy, "why", NOW) for key in given]
+        verdicts = []
+        for key in data.draw(st.lists(st.sampled_from(keys), min_size=1, max_size=3)):
+            step = data.draw(st.sampled_from([1.0, 1.0, 0.0, -1.0, -5.0]))
+            self.clock += max(step, 0.0)
+            at = self.clock + min(step, 0.0)
+            stale, healthy = data.draw(SELDOM), data.draw(st.booleans())
+            config = "stale" if stale else plan.config
+            verdicts.append(Verdict(uid, *key, config, at, healthy, "why", NOW))
+            if not stale and plan.checking == "on":
+                self.expect_verdict(uid, key, at, healthy)
         for event in self.state.judge(verdicts, (), NOW):
             self.take(event)
-        if not stale and plan.checking == "on":
-            for key in given:
-                self.expect_verdict(uid, key, at, healthy)
+        if plan.checking == "on":
+            found = {(b.uid, b.address): (b.state, b.ready) for b in self.images[uid].backends}
+            assert found == self.verdicts[uid]
 
     def expect_verdict(self, uid, key, at, healthy):
         known = self.verdicts[uid]
@@ -467,6 +513,9 @@ class AnyHistory(RuleBasedStateMachine):
     # --- decisions ---
 
     @rule(limit=st.sampled_from([1, 100, 100]))
+    def settle_rule(self, limit):
+        self.settle(limit)
+
     def settle(self, limit):
         for event in self.state.resolve(self.synced, NOW + timedelta(seconds=1), limit):
             self.take(event)
@@ -586,8 +635,8 @@ class AnyHistory(RuleBasedStateMachine):
 
 TestAnyHistory = AnyHistory.TestCase
 TestAnyHistory.settings = settings(
-    max_examples=120,
-    stateful_step_count=40,
+    max_examples=100,
+    stateful_step_count=50,
     deadline=None,
     suppress_health_check=[Health.too_slow, Health.filter_too_much],
 )
