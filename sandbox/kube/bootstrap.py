@@ -7,10 +7,11 @@ from pathlib import Path
 
 import yaml
 
+from sandbox.kube.options import Options
 from sandbox.kube.resources import Object, Registry
 from sandbox.kube.store import Store
 from sandbox.kube.tls import write_private
-from sandbox.kube.writes import Options, Writer
+from sandbox.kube.writes import Writer
 
 _NAMESPACES = ("default", "kube-node-lease", "kube-public", "kube-system")
 

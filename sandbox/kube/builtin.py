@@ -111,6 +111,7 @@ def _fixed_part(spec: Object) -> Object:
 
 
 class NodeRules(Rules):
+    born_with_status = True
     selectable = frozenset({"spec.unschedulable"})
     empty: ClassVar[Mapping[str, Any]] = {"spec": {}, "status": {}}
 

@@ -13,10 +13,11 @@ from collections import deque
 from typing import Any
 
 from sandbox.kube.deletes import FOREGROUND, ORPHAN, Deleter
+from sandbox.kube.lifecycle import is_done
 from sandbox.kube.resources import Object, Registry, Resource
 from sandbox.kube.schema import copy
 from sandbox.kube.store import Change, Key, Store
-from sandbox.kube.writes import Writer, is_done
+from sandbox.kube.writes import Writer
 
 Place = tuple[str, Key]
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from sandbox.kube.errors import ApiError, conflict, invalid, not_found, unsupported
+from sandbox.kube.options import now
 from sandbox.kube.resources import Object, Resource
 from sandbox.kube.schema import copy
 from sandbox.kube.store import Store, Stored
-from sandbox.kube.writes import Writer, now
+from sandbox.kube.writes import Writer
 
 FOREGROUND = "foregroundDeletion"
 ORPHAN = "orphan"

@@ -159,7 +159,7 @@ def invalid(kind: str, group: str, name: str, errors: Sequence[FieldError]) -> A
 def not_found(resource: Resource, name: str) -> ApiError:
     return ApiError(
         404,
-        f"{qualified(resource.plural, resource.group)} {show(name)} not found",
+        f"{resource.full_name} {show(name)} not found",
         details=_details(resource.group, resource.plural, name),
     )
 
@@ -167,9 +167,24 @@ def not_found(resource: Resource, name: str) -> ApiError:
 def already_exists(resource: Resource, name: str) -> ApiError:
     return ApiError(
         409,
-        f"{qualified(resource.plural, resource.group)} {show(name)} already exists",
+        f"{resource.full_name} {show(name)} already exists",
         reason="AlreadyExists",
         details=_details(resource.group, resource.plural, name),
+    )
+
+
+def terminating(resource: Resource, name: str, namespace: str) -> ApiError:
+    """A create in a namespace that is on its way out."""
+    cause = {
+        "reason": "NamespaceTerminating",
+        "message": f"namespace {namespace} is being terminated",
+        "field": "metadata.namespace",
+    }
+    return ApiError(
+        403,
+        f"{resource.full_name} {show(name)} is forbidden: unable to create new content in "
+        f"namespace {namespace} because it is being terminated",
+        details=_details(resource.group, resource.plural, name, causes=[cause]),
     )
 
 

@@ -74,7 +74,7 @@ def listing(store: Store, target: Target, query: Mapping[str, str], form: Form) 
     metadata: Object = {"resourceVersion": str(version)}
     if resource.custom and not form.name:
         metadata["continue"] = ""
-    limit = int(query.get("limit") or 0)
+    limit = requests.number(query, "limit")
     if limit and len(items) > limit:
         metadata["continue"] = _token(version, items[limit - 1][0])
         if not selected:

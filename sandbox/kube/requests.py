@@ -79,13 +79,36 @@ def _absent() -> ApiError:
 
 
 def _no_subresource(resource: Resource, name: str) -> ApiError:
-    noun = f"{resource.plural}.{resource.group}" if resource.group else resource.plural
     details = {"name": name, "group": resource.group, "kind": resource.plural}
     return ApiError(
         404,
-        f'{noun} "{name}" not found',
+        f'{resource.full_name} "{name}" not found',
         details={k: v for k, v in details.items() if v},
     )
+
+
+def anonymous(target: Target, verb: str) -> ApiError:
+    """The refusal of a request without a token."""
+    resource = target.resource
+    named = f' "{target.name}"' if target.name else ""
+    where = f'in the namespace "{target.namespace}"' if target.namespace else "at the cluster scope"
+    details = {"name": target.name, "group": resource.group, "kind": resource.plural}
+    return ApiError(
+        403,
+        f'{resource.full_name}{named} is forbidden: User "system:anonymous" cannot {verb} resource '
+        f'"{target.noun}" in API group "{resource.group}" {where}',
+        details={k: v for k, v in details.items() if v},
+    )
+
+
+def number(query: Mapping[str, str], name: str) -> int:
+    """A whole number of the query; 0 where it is not given."""
+    text = query.get(name, "")
+    try:
+        return int(text or 0)
+    except ValueError as error:
+        why = f'strconv.ParseInt: parsing "{text}": invalid syntax'
+        raise ApiError(400, f"unable to decode query parameter {name}: {why}") from error
 
 
 def selection(query: Mapping[str, str], resource: Resource) -> Selection:

@@ -55,6 +55,9 @@ class Rules:
     #: What an object of this kind looks like to field ownership before it exists.
     empty: ClassVar[Mapping[str, Any]] = {}
 
+    #: A create may carry the status: kubelets register a Node with its addresses.
+    born_with_status: ClassVar[bool] = False
+
     check_name: Callable[[str], str | None] = staticmethod(names.subdomain)
 
     def default(self, obj: Object) -> None:
@@ -118,6 +121,11 @@ class Resource:
     @property
     def api_version(self) -> str:
         return f"{self.group}/{self.version}" if self.group else self.version
+
+    @property
+    def full_name(self) -> str:
+        """The plural with its group, as refusals name the resource."""
+        return f"{self.plural}.{self.group}" if self.group else self.plural
 
     @property
     def storage_hash(self) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from sandbox.kube import admin, bodies, discovery, openapi, reads, requests
+from sandbox.kube import admin, bodies, discovery, documents, options, reads, requests
 from sandbox.kube.bootstrap import bootstrap, kubeconfig
 from sandbox.kube.builtin import builtin
 from sandbox.kube.collector import Collector
@@ -28,11 +28,11 @@ from sandbox.kube.errors import ApiError, PlainError
 from sandbox.kube.faults import Cut, Fault, Faults
 from sandbox.kube.journal import Journal
 from sandbox.kube.requests import Target
-from sandbox.kube.resources import Object, Registry
+from sandbox.kube.resources import Registry
 from sandbox.kube.store import Store
 from sandbox.kube.tls import Certificate, write_private
 from sandbox.kube.watches import Watch, error_line
-from sandbox.kube.writes import Options, Writer
+from sandbox.kube.writes import Writer
 
 _JSON = "application/json"
 _MAX_BODY = 3 * 1024 * 1024
@@ -66,10 +66,10 @@ class KubeServer:
         self._state = Path(state) if state is not None else None
         self.token = token or _kept_token(self._state)
         self.faults = Faults()
-        self.store = Store(history=history)
+        self.store = Store(history=history, max_object=max_object)
         self.registry = Registry(builtin())
         self.registry.add(definition(self.registry))
-        self.writer = Writer(self.registry, self.store, max_object=max_object)
+        self.writer = Writer(self.registry, self.store)
         self._deleter = Deleter(self.store, self.writer)
         self._collector = Collector(self.registry, self.store, self.writer, self._deleter)
         self._journal = Journal(self._state) if self._state is not None else None
@@ -189,7 +189,14 @@ class KubeServer:
             if not known:
                 raise ApiError(401, "Unauthorized")
             return await admin.answer(self, request)
-        if (document := self._document(request, known)) is not None:
+        document = documents.answer(
+            self.registry,
+            path,
+            request.headers.get("Accept", ""),
+            address=self.secure_url.removeprefix("https://"),
+            known=known,
+        )
+        if document is not None:
             return document
         if not path.startswith(("/api/", "/apis/")):
             raise PlainError(404, "404 page not found\n")
@@ -197,7 +204,7 @@ class KubeServer:
         query = dict(request.query)
         verb = target.verb(request.method, query)
         if not known:
-            raise _anonymous(target, verb)
+            raise requests.anonymous(target, verb)
         self.faults.count(verb, target.noun)
         fault = self.faults.take(verb, request.path_qs)
         if fault is not None:
@@ -253,24 +260,24 @@ class KubeServer:
         if verb in ("delete", "deletecollection"):
             kind = request.headers.get("Content-Type")
             return self._delete(target, verb, query, body, kind)
-        options = _options(request, target, query)
+        how = options.read(query, request.headers, target.subresource)
         resource, namespace = target.resource, target.namespace or ""
         if verb == "patch":
-            obj, made = self.writer.patch(resource, namespace, target.name, body, options)
+            obj, made = self.writer.patch(resource, namespace, target.name, body, how)
         else:
-            parsed = bodies.parse(body, resource, options.content_type)
+            parsed = bodies.parse(body, resource, how.content_type)
             sent = bodies.expect_kind(parsed, resource)
             if verb == "create":
                 if target.name:
                     raise ApiError(405, "the server does not allow this method on the requested "
                                         "resource")  # fmt: skip
-                obj, made = self.writer.create(resource, namespace, "", sent, options), True
+                obj, made = self.writer.create(resource, namespace, "", sent, how), True
             else:
-                obj, made = self.writer.update(resource, namespace, target.name, sent, options)
+                obj, made = self.writer.update(resource, namespace, target.name, sent, how)
         form = requests.form(request.headers.get("Accept", ""))
         shaped = reads.shaped(resource, obj, form)
         response = _json(shaped, 201 if made else 200)
-        for warning in options.warnings:
+        for warning in how.warnings:
             response.headers.add("Warning", f'299 - "{_escaped(warning)}"')
         return response
 
@@ -351,37 +358,6 @@ class KubeServer:
                     error_line(ApiError(410, "too old resource version: cut by order of a test"))
                 )
 
-    # -- documents ---------------------------------------------------------------------------
-
-    def _document(self, request: web.BaseRequest, known: bool) -> web.Response | None:
-        """Discovery and OpenAPI; None where the path is about objects."""
-        path = request.path.rstrip("/") or "/"
-        parts = path.strip("/").split("/")
-        accept = request.headers.get("Accept", "")
-        made: Any = None
-        kind = _JSON
-        if path in ("/api", "/apis"):
-            if discovery.wants_aggregated(accept):
-                kind = discovery.AGGREGATED
-                made = discovery.aggregated(self.registry, core=path == "/api")
-            elif path == "/api":
-                made = discovery.versions(f"127.0.0.1:{self._ports['https']}")
-            else:
-                made = discovery.groups(self.registry)
-        elif parts[0] == "api" and len(parts) == 2 and self.registry.serves("", parts[1]):
-            made = discovery.resources(self.registry, "", parts[1])
-        elif parts[0] == "apis" and len(parts) == 2 and self.registry.versions(parts[1]):
-            made = discovery.group(self.registry, parts[1])
-        elif parts[0] == "apis" and len(parts) == 3 and self.registry.serves(*parts[1:]):
-            made = discovery.resources(self.registry, *parts[1:])
-        elif parts[0] == "openapi":
-            return openapi.answer(self.registry, path, accept)
-        if made is None:
-            return None
-        if not known:
-            raise ApiError(403, f'forbidden: User "system:anonymous" cannot get path "{path}"')
-        return web.Response(body=_encode(made), headers={"Content-Type": kind})
-
 
 def _kept_token(folder: Path | None) -> str:
     """A random token; with a folder, the one that was random at the first start."""
@@ -425,39 +401,5 @@ async def _body(request: web.BaseRequest) -> bytes:
     return b"".join(chunks)
 
 
-def _options(request: web.BaseRequest, target: Target, query: Mapping[str, str]) -> Options:
-    validation = query.get("fieldValidation") or "Warn"
-    if validation not in ("Ignore", "Warn", "Strict"):
-        raise ApiError(422, f'fieldValidation: Unsupported value: "{validation}": supported '
-                            'values: "Ignore", "Strict", "Warn"')  # fmt: skip
-    dry_run = query.get("dryRun", "")
-    if dry_run not in ("", "All"):
-        raise ApiError(422, f'dryRun: Unsupported value: "{dry_run}": supported values: "All"')
-    force = query.get("force")
-    return Options(
-        manager=query.get("fieldManager", ""),
-        user_agent=request.headers.get("User-Agent", ""),
-        force=None if force is None else force in ("1", "true", "True"),
-        dry_run=bool(dry_run),
-        validation=validation,
-        subresource=target.subresource,
-        content_type=request.headers.get("Content-Type"),
-    )
-
-
 def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"')
-
-
-def _anonymous(target: Target, verb: str) -> ApiError:
-    resource = target.resource
-    noun = f"{resource.plural}.{resource.group}" if resource.group else resource.plural
-    named = f' "{target.name}"' if target.name else ""
-    where = f'in the namespace "{target.namespace}"' if target.namespace else "at the cluster scope"
-    details: Object = {"name": target.name, "group": resource.group, "kind": resource.plural}
-    return ApiError(
-        403,
-        f'{noun}{named} is forbidden: User "system:anonymous" cannot {verb} resource '
-        f'"{target.noun}" in API group "{resource.group}" {where}',
-        details={k: v for k, v in details.items() if v},
-    )

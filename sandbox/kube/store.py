@@ -122,14 +122,21 @@ def _version_of(change: Change) -> int:
     return change.version
 
 
+class TooLargeError(Exception):
+    """An object that is larger than the store takes."""
+
+
 class Store:
     """All collections under one resource version."""
 
-    def __init__(self, *, version: int = 100, history: int = 20_000) -> None:
+    def __init__(
+        self, *, version: int = 100, history: int = 20_000, max_object: int = 1536 * 1024
+    ) -> None:
         self.version = version
         self.collections: dict[str, Collection] = {}
         self.observers: list[Callable[[str, Change], None]] = []
         self._history = history
+        self._max_object = max_object
         #: No history reaches back beyond this, whatever the collection.
         self.floor = version
 
@@ -146,6 +153,8 @@ class Store:
         """Write an object; it gets the next resource version."""
         before = self.collection(collection).objects.get(key)
         stored = self._stamped(obj)
+        if len(stored.raw) > self._max_object:
+            raise TooLargeError(f"{len(stored.raw)} bytes, of at most {self._max_object}")
         self.record(collection, Change(stored.version, _kind_of_put(before), key, stored, before))
         return stored
 

@@ -50,7 +50,7 @@ class Watch:
         self._bookmarks = query.get("allowWatchBookmarks") in ("1", "true", "True")
         self._initial_end = query.get("sendInitialEvents") in ("1", "true", "True")
         self._asked = requests.version_of(query)
-        wanted = float(query.get("timeoutSeconds") or longest)
+        wanted = float(requests.number(query, "timeoutSeconds") or longest)
         self._deadline = time.monotonic() + min(wanted, longest)
         self._every = bookmark_every
         self.closed = asyncio.Event()
