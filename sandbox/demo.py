@@ -21,7 +21,9 @@ import msgspec
 
 from sandbox.child import ServerError
 from sandbox.stack import KUBE_TOKEN, Stack
+from services.kit import log
 from services.kit.bus import Bus
+from services.kit.config import LogSettings
 
 EXAMPLES: Final = Path(__file__).parent.parent / "examples"
 GROUP: Final = "/apis/loadbalancer.harvesterhci.io/v1beta1"
@@ -83,37 +85,41 @@ async def listen(address: str) -> asyncio.Server:
     return await asyncio.start_server(answer, address, PORT)
 
 
-async def play(stack: Stack, cluster: Cluster) -> None:
-    """The story, step by step."""
-    began = time.monotonic()
+@contextlib.asynccontextmanager
+async def backends() -> AsyncIterator[dict[str, asyncio.Server]]:
+    """The listeners that the virtual machines of the examples stand for."""
     listeners = {name: await listen(address) for name, address in BACKENDS.items()}
     try:
-        say("\n$ kubectl apply -f examples/cluster -f examples/")
-        for folder in (EXAMPLES / "cluster", EXAMPLES):
-            say((await stack.kubectl("apply", "-f", str(folder))).rstrip())
-        await settle(cluster)
-        say(f"settled {time.monotonic() - began:.1f} s after the first apply\n")
-        say((await stack.cli("lb", "list")).rstrip())
-
-        say("\na backend stops answering: web-2")
-        listeners["web-2"].close()
-        await cluster.lb(
-            "web",
-            "keeps one of two backends",
-            lambda s: ready(s)["status"] == "True" and _ready_backends(s) == 1,
-        )
-        say("web stays Ready with one of two backends")
-
-        say("\n$ kubectl delete loadbalancer placeholder      (waiting wants its address)")
-        await stack.kubectl("delete", "loadbalancer", "placeholder", "-n", "default")
-        await cluster.lb(
-            "waiting", "gets the freed address", lambda s: s["address"] == "198.51.100.7"
-        )
-        say("waiting has 198.51.100.7 now; how it came to that:\n")
-        say((await stack.cli("lb", "explain", "default/waiting")).rstrip())
+        yield listeners
     finally:
         for server in listeners.values():
             server.close()
+
+
+async def play(stack: Stack, cluster: Cluster, listeners: dict[str, asyncio.Server]) -> None:
+    """The story, step by step."""
+    began = time.monotonic()
+    say("\n$ kubectl apply -f examples/cluster -f examples/")
+    for folder in (EXAMPLES / "cluster", EXAMPLES):
+        say((await stack.kubectl("apply", "-f", str(folder))).rstrip())
+    await settle(cluster)
+    say(f"settled {time.monotonic() - began:.1f} s after the first apply\n")
+    say((await stack.cli("lb", "list")).rstrip())
+
+    say("\na backend stops answering: web-2")
+    listeners["web-2"].close()
+    await cluster.lb(
+        "web",
+        "keeps one of two backends",
+        lambda s: ready(s)["status"] == "True" and _ready_backends(s) == 1,
+    )
+    say("web stays Ready with one of two backends")
+
+    say("\n$ kubectl delete loadbalancer placeholder      (waiting wants its address)")
+    await stack.kubectl("delete", "loadbalancer", "placeholder", "-n", "default")
+    await cluster.lb("waiting", "gets the freed address", lambda s: s["address"] == "198.51.100.7")
+    say("waiting has 198.51.100.7 now; how it came to that:\n")
+    say((await stack.cli("lb", "explain", "default/waiting")).rstrip())
 
 
 def _has_ingress(network: str, found: dict[str, Any]) -> bool:
@@ -152,7 +158,7 @@ async def settle(cluster: Cluster) -> None:
         "asks for DHCP",
         lambda s: s["allocatedAddress"]["ip"] == "0.0.0.0",  # noqa: S104
     )
-    for name, network in (("shop", "192.0.2."), ("checkout", "")):
+    for name, network in (("shop", "192.0.2."), ("checkout", "203.0.113.")):
         await cluster.until(
             f"service {name}: has an address",
             f"{service}/{name}",
@@ -174,9 +180,10 @@ async def report(stack: Stack, http: aiohttp.ClientSession) -> None:
     async with http.get(f"{provider}/sandbox/state") as reply:
         state = msgspec.json.decode(await reply.read())
     say("\nwhat the provider holds")
-    for location in state.get("addressLocations", []):
-        addresses = ", ".join(a["address"] for a in location["addresses"])
-        say(f"  {location['addressLocation']}: {addresses}")
+    for gateway in state["gateways"].values():
+        for location in gateway["addressLocations"]:
+            addresses = ", ".join(address["address"] for address in location["addresses"])
+            say(f"  location {location['addressLocation']}: {addresses}")
     async with http.get(f"{provider}/sandbox/requests") as reply:
         requests = msgspec.json.decode(await reply.read())
     headers = {"Authorization": f"Bearer {KUBE_TOKEN}"}
@@ -202,14 +209,15 @@ async def connected(url: str) -> AsyncIterator[Bus]:
 
 async def main() -> int:
     began = time.monotonic()
+    log.setup(LogSettings(level="warning"), "demo")
     stack = Stack(say=say)
     try:
         await stack.start()
         timeout = aiohttp.ClientTimeout(total=10)
-        async with aiohttp.ClientSession(timeout=timeout) as http:
-            await play(stack, Cluster(stack.kube_url, http))
+        async with aiohttp.ClientSession(timeout=timeout) as http, backends() as listeners:
+            await play(stack, Cluster(stack.kube_url, http), listeners)
             await report(stack, http)
-    except (Unsettled, ServerError) as error:
+    except (Unsettled, ServerError, aiohttp.ClientError) as error:
         print(f"\nmake demo: {error}", file=sys.stderr)
         for name in ("watcher", "allocator", "prober", "nrp-sync", "applier"):
             with contextlib.suppress(KeyError):

@@ -39,8 +39,10 @@ SERVICE_MODULES = {
 
 def _call(module: str, function: str, *args: object, **kwargs: object) -> None:
     """Run a function of a module that is loaded now; what it returns is the exit code."""
-    from services.kit.config import ConfigError
+    from services.kit import log
+    from services.kit.config import ConfigError, LogSettings
 
+    log.setup(LogSettings(level="warning"), "cli")
     try:
         code = getattr(importlib.import_module(module), function)(*args, **kwargs)
     except ConfigError as error:

@@ -123,7 +123,8 @@ def tell(entry: Entry) -> str:
         case events.LeaseReleased():
             return f"{event.address} back to pool {event.pool}: {event.reason}"
         case events.LeaseRefused():
-            considered = "".join(f"; {v.pool}: {v.message or v.reason}" for v in event.considered)
+            others = [v for v in event.considered if v.message != event.message]
+            considered = "".join(f"; {v.pool}: {v.message or v.reason}" for v in others)
             return f"{event.reason}: {event.message}{considered}"
         case events.AddressDelegated():
             return f"{event.address}: the announcer obtains an address by DHCP"

@@ -597,6 +597,7 @@ def _decode(message: Message) -> Record:
         event=event,
         expected=int(expected) if expected.isdigit() else -1,
         trace=headers.get(subjects.HEADER_TRACE, ""),
+        origin=headers.get(subjects.HEADER_CAUSE, ""),
     )
 
 

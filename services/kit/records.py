@@ -34,10 +34,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     expected: int = -1
     snapshot: bool = False
     trace: str = ""
+    origin: str = ""
 
     @property
     def cause(self) -> str:
-        return f"{self.epoch}:{self.seq}"
+        """The fact behind this event: itself, or what its own decision was caused by."""
+        return self.origin or f"{self.epoch}:{self.seq}"
 
 
 class Poison(Exception):
@@ -83,7 +85,7 @@ class Work:
         msg_id = ""
         if record is not None:
             cause = cause or record.cause
-            msg_id = f"{self.service}:{record.cause}:{self._index}"
+            msg_id = f"{self.service}:{record.stream}:{record.epoch}:{record.seq}:{self._index}"
             self._index += 1
         self.emitted.append(Emitted(event, cause, msg_id, record.trace if record else ""))
 
