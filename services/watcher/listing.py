@@ -335,22 +335,28 @@ class Follower:
                 return
 
     def _take(self, batch: list[WatchEvent], version: str) -> str:
-        """Observe some events; returns the version to go on from."""
+        """Observe some events; returns the version to go on from.
+
+        A server sends nothing from before the version it was asked to go on from. Should one do so,
+        it is left out: an object that the list did not hold must not come to life again.
+        """
         now = datetime.now(UTC)
         for event in batch:
+            seen: core.Sight | core.Deletion
             match event.type:
                 case "ADDED" | "MODIFIED":
-                    sight = reading.sight(self.plural, event.object, now, None)
-                    self._publishing.observe(sight)
-                    version = sight.version
+                    seen = reading.sight(self.plural, event.object, now, None)
                 case "DELETED":
-                    deletion = reading.deletion(self.plural, event.object, now)
-                    self._publishing.observe(deletion)
-                    version = deletion.version
+                    seen = reading.deletion(self.plural, event.object, now)
                 case "BOOKMARK":
                     version = reading.version_of(event.object)
+                    continue
                 case unknown:
                     log.warning("watcher.event.unknown", plural=self.plural, type=unknown)
+                    continue
+            if core.newer(seen.version, version):
+                self._publishing.observe(seen)
+                version = seen.version
         return version
 
     # --- the rest ---
