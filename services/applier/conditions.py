@@ -58,7 +58,10 @@ def of_load_balancer(
     address = _published(doc, list(published), by_part.get(PUBLISHED))
     resolved = _resolved(doc.backends, by_part.get(RESOLVED))
     healthy = _healthy(doc.backends)
-    return [_ready([allocated, address, resolved, healthy]), allocated, address, resolved, healthy]
+    # What can't be written is the cause of what is missing, so Ready names it first.
+    blocked = [part for part in (address, resolved) if part.type in by_part]
+    ready = _ready([allocated, *blocked, address, resolved, healthy])
+    return [ready, allocated, address, resolved, healthy]
 
 
 def of_service(doc: OwnerDoc, published: Iterable[str], problems: Iterable[Problem]) -> list[Part]:

@@ -137,7 +137,7 @@ class PoolDoc(msgspec.Struct, omit_defaults=True):
 class Bookings(msgspec.Struct):
     """Who holds each address of a pool, and who held it before: for the pool's status."""
 
-    live: dict[str, dict[str, str]] = {}  # address -> owner uid -> namespace/name
+    live: dict[str, tuple[str, ...]] = {}  # address -> uids of its owners
     history: dict[str, str] = {}  # address -> namespace/name, the longest released first
 
 
@@ -291,19 +291,21 @@ def fold_booking(books: dict[str, Bookings], event: events.Decision, limit: int)
     """Keep the pool's map in step with a lease event; returns an address that left the history."""
     if isinstance(event, events.LeaseGranted | events.LeaseAdopted):
         book = books.setdefault(event.pool, Bookings())
-        holder = f"{event.owner.namespace}/{event.owner.name}"
-        book.live.setdefault(event.address, {})[event.owner.uid] = holder
+        holders = book.live.get(event.address, ())
+        if event.owner.uid not in holders:
+            book.live[event.address] = (*holders, event.owner.uid)
         book.history.pop(event.address, None)
     elif isinstance(event, events.LeaseReleased):
         book = books.setdefault(event.pool, Bookings())
-        holders = book.live.get(event.address, {})
-        holders.pop(event.owner.uid, None)
-        if not holders:
-            book.live.pop(event.address, None)
-            book.history.pop(event.address, None)
-            book.history[event.address] = f"{event.owner.namespace}/{event.owner.name}"
-            if len(book.history) > limit:
-                oldest = next(iter(book.history))
-                del book.history[oldest]
-                return oldest
+        left = tuple(u for u in book.live.get(event.address, ()) if u != event.owner.uid)
+        if left:
+            book.live[event.address] = left
+            return ""
+        book.live.pop(event.address, None)
+        book.history.pop(event.address, None)
+        book.history[event.address] = f"{event.owner.namespace}/{event.owner.name}"
+        if len(book.history) > limit:
+            oldest = next(iter(book.history))
+            del book.history[oldest]
+            return oldest
     return ""

@@ -18,8 +18,9 @@ from schema import events
 from schema.subjects import ObjectRef
 from schema.tables import applier as tables
 from services.applier import store, views
-from services.applier.core import KINDS, Options, State, Unsaved, pool_entity
+from services.applier.core import KINDS, State, Unsaved, pool_entity
 from services.applier.shapes import Announcing
+from services.applier.targets import Options
 from services.applier.workers import Done, Workers
 from services.applier.writing import RESOURCES
 from services.kit.config import ApplierSettings

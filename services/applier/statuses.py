@@ -7,7 +7,7 @@ so a patch that was thought out on an older object is refused instead of applied
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -178,14 +178,16 @@ def service_patch(
 # --- IPPool ---
 
 
-def pool(doc: PoolDoc, book: Bookings, limit: int) -> Body:
-    """The wanted status, conditions aside. Maps with more than `limit` entries are left out."""
-    allocated = {address: next(iter(holders.values())) for address, holders in book.live.items()}
+def pool(doc: PoolDoc, book: Bookings, holder: Callable[[str], str], limit: int) -> Body:
+    """The wanted status, conditions aside. A map with more than `limit` entries is left out."""
+    allocated: Body = {}
+    if len(book.live) <= limit:
+        allocated = {address: holder(uids[0]) for address, uids in book.live.items()}
     return {
         "total": _int64(doc.total),
         "available": _int64(doc.available),
         "lastAllocated": doc.last_allocated,
-        "allocated": allocated if len(allocated) <= limit else {},
+        "allocated": allocated,
         "allocatedHistory": dict(list(book.history.items())[-limit:]) if limit else {},
     }
 

@@ -15,8 +15,9 @@ from sqlalchemy.dialects import postgresql as pg
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from schema.tables import applier as tables
-from services.applier.core import Key, State, Target, Unsaved
+from services.applier.core import State, Unsaved
 from services.applier.documents import Bookings, OwnerDoc, PoolDoc
+from services.applier.targets import Key, Target
 
 CHUNK = 500  # rows of one statement
 
@@ -32,7 +33,7 @@ async def load(conn: AsyncConnection, state: State) -> None:
         state.owners[doc.uid] = doc
         for lease in doc.leases:
             book = state.books.setdefault(lease.pool, Bookings())
-            book.live.setdefault(lease.address, {})[doc.uid] = doc.holder
+            book.live[lease.address] = (*book.live.get(lease.address, ()), doc.uid)
     for row in await conn.execute(sa.select(tables.pool.c.doc)):
         pool = msgspec.convert(row.doc, PoolDoc)
         state.pools[pool.name] = pool

@@ -23,7 +23,8 @@ from prometheus_client import Counter, Gauge, Histogram
 from schema import events
 from services.applier import writing
 from services.applier.core import State
-from services.applier.planning import Notice, Plan, Write, plan
+from services.applier.planning import plan
+from services.applier.plans import Notice, Plan, Write
 from services.kit.kube import Kube
 
 log = structlog.get_logger()

@@ -16,8 +16,8 @@ import structlog
 
 from schema import names, objects
 from services.applier import statuses, views
-from services.applier.core import ABSENT, Absent, Key, Outcome, View
-from services.applier.planning import RETRY_INVALID_S, Notice, Write
+from services.applier.plans import RETRY_INVALID_S, Notice, Write
+from services.applier.targets import ABSENT, Absent, Key, Outcome, View
 from services.kit.kube import (
     JSON_PATCH,
     MERGE,
