@@ -6,9 +6,11 @@ continues there. Outages are waited out; only what a caller must decide is raise
 a reader is its own to keep: nothing is acknowledged to the server.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Self
+from weakref import WeakSet
 
 from schema.subjects import StreamSpec
 from services.kit import bus_streams
@@ -55,6 +57,7 @@ class Bus:
 
     def __init__(self, link: Link) -> None:
         self._link = link
+        self._users: WeakSet[Publisher | Puller] = WeakSet()
 
     @classmethod
     async def connect(
@@ -79,6 +82,8 @@ class Bus:
         return cls(link)
 
     async def close(self) -> None:
+        """Close what was made here too: nobody is left waiting for a connection."""
+        await asyncio.gather(*(user.close() for user in list(self._users)))
         await self._link.close()
 
     @property
@@ -125,9 +130,11 @@ class Bus:
         ack_timeout: float = 2.0,
         deadline: float | None = None,
     ) -> Publisher:
-        return Publisher(
+        publisher = Publisher(
             self._link, stream, window=window, ack_timeout=ack_timeout, deadline=deadline
         )
+        self._users.add(publisher)
+        return publisher
 
     def puller(
         self,
@@ -139,7 +146,7 @@ class Bus:
         created: str | None = None,
     ) -> Puller:
         """Read from `start_seq` on. `created`: of the stream that this position belongs to."""
-        return Puller(
+        puller = Puller(
             self._link,
             stream,
             start_seq=start_seq,
@@ -147,3 +154,5 @@ class Bus:
             name=name or self._link.name,
             created=created,
         )
+        self._users.add(puller)
+        return puller

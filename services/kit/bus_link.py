@@ -7,10 +7,10 @@ and decides. Nothing is buffered while there is no connection.
 """
 
 import asyncio
-import contextlib
 import secrets
 from collections.abc import Callable
 from typing import Final, NamedTuple
+from urllib.parse import urlsplit
 
 import structlog
 
@@ -146,13 +146,12 @@ class Link:
                 number += 1
                 try:
                     await wire.open(server, self.name, self._credentials)
+                    backoff.reset()
+                    await self._serve(wire)
                 except (BusError, OSError) as error:
                     self._say_waiting(backoff, str(error))
                 except Exception as error:  # noqa: BLE001  # must outlive a defect of the library
                     self._say_waiting(backoff, type(error).__name__)
-                else:
-                    backoff.reset()
-                    await self._serve(wire)
                 await backoff.wait()
         finally:
             self._down()
@@ -162,9 +161,10 @@ class Link:
         self._wire = wire
         self.max_payload = wire.max_payload
         known = set(map(address, self._servers))
+        who, at, _ = urlsplit(self._servers[0]).netloc.rpartition("@")
         for found in wire.discovered_servers:  # other members of the cluster
-            if (url := f"{found.scheme}://{found.hostname}:{found.port}") not in known:
-                self._servers.append(url)
+            if f"{found.scheme}://{found.netloc}" not in known:
+                self._servers.append(f"{found.scheme}://{who}{at}{found.netloc}")
         self._sids = {
             number: wire.listen(subject, listener)
             for number, (subject, listener) in self._listeners.items()
@@ -191,8 +191,10 @@ class Link:
 
     def _tell(self, up: bool) -> None:
         for watcher in [*self._watchers.values(), *filter(None, [self._on_state])]:
-            with contextlib.suppress(Unavailable):  # lost again while we tell
+            try:
                 watcher(up)
+            except Exception:  # noqa: BLE001  # one that fails must not keep the others from it
+                _log.exception("bus.state_callback.failed", connected=up)
 
     def _say_waiting(self, backoff: Backoff, reason: str) -> None:
         # The first failures and then every tenth: minutes of outage are not hundreds of lines.

@@ -129,6 +129,20 @@ async def test_state_is_told_and_subscriptions_return(nats_server: Server) -> No
     assert states[-1] is False
 
 
+async def test_failing_state_callback_costs_nothing(nats_server: Server) -> None:
+    """A mistake in the callback is logged; the connection is had again all the same."""
+
+    def callback(up: bool) -> None:
+        raise RuntimeError(up)
+
+    bus = await Bus.connect(nats_server.url, name="test", on_state=callback)
+    await nats_server.halt()
+    await eventually(lambda: not bus.connected)
+    await nats_server.start()
+    await bus.wait_connected(20)
+    await bus.close()
+
+
 async def test_request_in_flight_fails_when_the_connection_goes(nats_url: str) -> None:
     """A question whose answer is lost fails at once instead of at its timeout."""
     async with Proxy(nats_url) as proxy, connected(proxy.url) as bus:

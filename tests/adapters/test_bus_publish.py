@@ -3,6 +3,7 @@
 import asyncio
 from collections import defaultdict
 
+import msgspec
 import pytest
 
 from schema.subjects import StreamSpec
@@ -149,6 +150,20 @@ async def test_lost_acknowledgement_is_found_below_a_newer_message(nats_url: str
             proxy.cut()
             assert await asyncio.wait_for(work, 10) == Published(1, True)
             assert await publisher.publish("t.a", b"3", {}, msg_id="3") == Published(3, False)
+
+
+async def test_restarted_publisher_recognises_its_last_message(nats_url: str) -> None:
+    """Sent again by a successor who knows no sequence, long after the server forgot the id."""
+    forgetful = msgspec.structs.replace(SPEC, duplicate_window_s=0.1)
+    async with connected(nats_url, ensure=forgetful) as bus:
+        async with publishing(bus) as before:
+            for number in range(3):
+                await before.publish("t.a", b"%d" % number, {}, msg_id=f"{number}")
+        await asyncio.sleep(0.3)  # the window of repeated ids
+        async with publishing(bus) as after:
+            assert await after.publish("t.a", b"2", {}, msg_id="2") == Published(3, True)
+            assert await after.publish("t.a", b"3", {}, msg_id="3") == Published(4, False)
+        assert numbers(await read_all(bus)) == list(range(4))
 
 
 async def test_late_acknowledgement_does_not_complete_twice(nats_url: str) -> None:
@@ -361,6 +376,21 @@ async def test_close_and_drain_say_what_is_left(nats_url: str) -> None:
         with pytest.raises(Unavailable, match="closed"):
             publisher.submit("t.a", b"", {}, msg_id="9")
         proxy.let_through()
+
+
+async def test_closing_the_bus_leaves_nobody_waiting(nats_server: Server) -> None:
+    """With the server down and the bus closed, a publish and a fetch end with an error."""
+    async with connected(nats_server.url) as bus:
+        await nats_server.kill()
+        await eventually(lambda: not bus.connected)
+        publisher, puller = bus.publisher(STREAM), bus.puller(STREAM, start_seq=1)
+        publishing_ = asyncio.create_task(publisher.publish("t.a", b"", {}, msg_id="1"))
+        fetching = asyncio.create_task(puller.fetch(10, 60))
+        await asyncio.sleep(0.05)
+        await bus.close()
+        for task in (publishing_, fetching):
+            with pytest.raises(Unavailable, match="closed"):
+                await asyncio.wait_for(task, 2)
 
 
 async def _messages(bus: Bus, count: int) -> bool:
