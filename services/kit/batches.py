@@ -1,0 +1,312 @@
+"""One batch of inputs as one transaction, and the search for the one input that can't be taken.
+
+The transaction holds the compare-and-set of the offsets, the service's own rows, its decisions and
+its dead letters. Memory and stored state agree after it; when it fails, memory is loaded again.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import msgspec
+import sqlalchemy as sa
+import structlog
+from prometheus_client import Counter, Gauge, Histogram
+from sqlalchemy.dialects import postgresql as pg
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from schema import events, subjects
+from schema.tables import service_tables
+from services.kit.bus import Message
+from services.kit.db import plain_error
+from services.kit.mirror import next_epoch
+from services.kit.outbox import Outbox
+from services.kit.records import Hole, Poison, Projection, Record, Settling, Work
+
+log = structlog.get_logger()
+_applied = Counter("lbledger_events_applied_total", "Events taken by this service", ["stream"])
+_dead = Counter("lbledger_dead_letters_total", "Events that this service could not take")
+_unknown = Counter("lbledger_unknown_events_total", "Events of a newer version, skipped", ["type"])
+_position = Gauge(
+    "lbledger_position", "Stream sequence that this service has committed", ["stream"]
+)
+_batch_seconds = Histogram(
+    "lbledger_batch_seconds",
+    "From taking a batch to its commit",
+    buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5),
+)
+
+# The row that every commit moves, also one that advances in no stream. Its `created` is that of
+# the LB stream that our decisions were last published to.
+FENCE_ROW: Final = "LB (produced)"
+ISOLATE_ERRORS: Final = (sa.exc.IntegrityError, sa.exc.DataError)
+
+
+class Fenced(Exception):
+    """Another replica has moved the offset: what this one knows is out of date."""
+
+
+class _Misapplied(Exception):
+    """The projection raised on one input; memory may be half changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offset:
+    """How far a stream is taken; `created` tells the stream from a later one of its name."""
+
+    epoch: str = ""
+    seq: int = 0
+    version: int = 0
+    created: str = ""
+
+
+@dataclass(slots=True)
+class Batch:
+    """Messages of the bus, then inputs of our own; what was committed is taken out."""
+
+    messages: list[Message] = field(default_factory=list)
+    local: list[object] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.messages) + len(self.local)
+
+
+class Committer:
+    """Applies batches to a projection and commits them."""
+
+    def __init__(self, projection: Projection, engine: AsyncEngine, outbox: Outbox) -> None:
+        self.projection = projection
+        self.outbox = outbox
+        self.offsets: dict[str, Offset] = {}
+        self._engine = engine
+        self._tables = service_tables(projection.name)
+        self._move = _move_statement(self._tables.stream_offset)
+
+    async def load(self) -> None:
+        """Forget memory; read offsets, rows and outbox from one snapshot."""
+        table = self._tables.stream_offset
+        names = sorted({s.stream for s in self.projection.sources} | {FENCE_ROW})
+        async with self._engine.begin() as conn:
+            first = [{"stream": name, "epoch": "", "seq": 0, "version": 0} for name in names]
+            await conn.execute(pg.insert(table).on_conflict_do_nothing(), first)
+        async with self._engine.connect() as conn:
+            await conn.execution_options(isolation_level="REPEATABLE READ")
+            async with conn.begin():
+                result = await conn.execute(sa.select(table).where(table.c.stream.in_(names)))
+                self.offsets = {
+                    row.stream: Offset(row.epoch, row.seq, row.version, row.created)
+                    for row in result
+                }
+                await self.projection.load(conn)
+                await self.outbox.load(conn)
+
+    async def process(self, batch: Batch) -> None:
+        """Take a batch; an input that can't be taken is set apart."""
+        try:
+            await self._commit(batch)
+        except ISOLATE_ERRORS as error:
+            log.warning("projector.isolating", why=plain_error(error), events=len(batch))
+        except _Misapplied as error:
+            log.warning("projector.isolating", why=repr(error.__cause__), events=len(batch))
+        else:
+            batch.messages, batch.local = [], []
+            return
+        await self.load()
+        while batch.messages:
+            await self._isolate(Batch(messages=batch.messages[:1]))
+            del batch.messages[0]
+        while batch.local:
+            await self._isolate(Batch(local=batch.local[:1]))
+            del batch.local[0]
+
+    async def _isolate(self, single: Batch) -> None:
+        try:
+            await self._commit(single)
+        except (*ISOLATE_ERRORS, _Misapplied) as error:
+            cause = error.__cause__ if isinstance(error, _Misapplied) else error
+            why = plain_error(cause or error)
+            await self.load()
+            if single.local:
+                log.error("projector.local_dropped", item=type(single.local[0]).__name__, why=why)
+            else:
+                await self._commit(single, refuse=why)
+
+    async def _commit(self, batch: Batch, *, refuse: str = "") -> None:
+        began = time.monotonic()
+        work = Work(self.projection.name)
+        dead: list[tuple[Message, str]] = []
+        offsets = dict(self.offsets)
+        for message in batch.messages:
+            record = self._take(message, work, dead, refuse)
+            before = offsets[message.stream]
+            epoch = next_epoch(before.epoch, record) if record else before.epoch
+            offsets[message.stream] = replace(before, epoch=epoch, seq=message.seq)
+        for item in batch.local:
+            work.begin(None)
+            try:
+                self.projection.local(item, work)
+            except Exception as error:
+                raise _Misapplied from error
+        try:
+            self.settle(work)
+        except Exception as error:
+            raise _Misapplied from error
+        await self.write(work, dead, offsets)
+        for stream in {message.stream for message in batch.messages}:
+            _applied.labels(stream).inc(sum(m.stream == stream for m in batch.messages))
+        _batch_seconds.observe(time.monotonic() - began)
+
+    def settle(self, work: Work) -> None:
+        """Let a projection that decides once for several inputs do so now."""
+        if isinstance(self.projection, Settling):
+            work.begin(None)
+            self.projection.settle(work)
+
+    def _take(
+        self, message: Message, work: Work, dead: list[tuple[Message, str]], refuse: str
+    ) -> Record | None:
+        if refuse:
+            dead.append((message, refuse))
+            return None
+        try:
+            record = decode(message)
+        except events.UnknownEvent as error:
+            _unknown.labels(str(error)[:80]).inc()
+            log.warning("projector.unknown_event", subject=message.subject, why=str(error))
+            return None
+        except (msgspec.MsgspecError, ValueError) as error:
+            dead.append((message, f"not a valid event: {error}"))
+            return None
+        work.begin(record)
+        try:
+            self.projection.apply(record, work)
+        except Poison as poison:
+            dead.append((message, str(poison)))
+        except Hole:
+            raise
+        except Exception as error:
+            raise _Misapplied from error
+        return record
+
+    async def write(
+        self,
+        work: Work,
+        dead: list[tuple[Message, str]],
+        offsets: dict[str, Offset],
+    ) -> None:
+        """The transaction. On success memory and stored state agree again."""
+        now = datetime.now(UTC)
+        work.begin(None)
+        for message, reason in dead:
+            work.emit(_dead_letter(self.projection.name, message, reason, now))
+        acked: list[int] = []
+        try:
+            async with self._engine.begin() as conn:
+                stored = await self._compare_and_set(conn, offsets)
+                if dead:
+                    await conn.execute(sa.insert(self._tables.dead_letter), _dead_rows(dead))
+                await self.projection.save(conn)
+                acked = await self.outbox.delete_acked(conn)
+                rows = await self.outbox.insert(conn, work.emitted)
+        except BaseException:
+            self.outbox.keep(acked)
+            raise
+        self.offsets = stored
+        self.outbox.forget(acked)
+        self.outbox.push(rows)
+        for message, reason in dead:
+            _dead.inc()
+            log.error("event.dead_lettered", stream=message.stream, seq=message.seq, why=reason)
+        for stream, offset in stored.items():
+            _position.labels(stream).set(offset.seq)
+        self.projection.committed()
+
+    async def _compare_and_set(
+        self, conn: AsyncConnection, offsets: dict[str, Offset]
+    ) -> dict[str, Offset]:
+        known = self.offsets
+        moved = sorted(s for s, o in offsets.items() if o != known[s] or s == FENCE_ROW)
+        done = await conn.execute(
+            self._move,
+            {
+                "streams": moved,
+                "epochs": [offsets[s].epoch for s in moved],
+                "seqs": [offsets[s].seq for s in moved],
+                "createds": [offsets[s].created for s in moved],
+                "versions": [known[s].version for s in moved],
+            },
+        )
+        if done.rowcount != len(moved):
+            raise Fenced
+        return offsets | {s: replace(offsets[s], version=known[s].version + 1) for s in moved}
+
+
+def decode(message: Message) -> Record:
+    """Raises UnknownEvent, or ValueError (msgspec's included) for what is no event."""
+    headers = message.headers
+    event = events.decode(message.data, headers.get(subjects.HEADER_TYPE))
+    expected = headers.get(subjects.HEADER_EXPECTED_LAST, "")
+    return Record(
+        stream=message.stream,
+        seq=message.seq,
+        subject=message.subject,
+        epoch=headers.get(subjects.HEADER_EPOCH, ""),
+        event=event,
+        expected=int(expected) if expected.isdigit() else -1,
+        trace=headers.get(subjects.HEADER_TRACE, ""),
+        origin=headers.get(subjects.HEADER_CAUSE, ""),
+    )
+
+
+def _dead_letter(service: str, message: Message, reason: str, now: datetime) -> events.DeadLettered:
+    return events.DeadLettered(
+        at=now,
+        service=service,
+        stream=message.stream,
+        sequence=message.seq,
+        subject=message.subject,
+        reason=reason[:2000],
+        payload=message.data[:2000].decode("utf-8", "backslashreplace"),
+    )
+
+
+def _dead_rows(dead: list[tuple[Message, str]]) -> list[dict[str, object]]:
+    return [
+        {
+            "stream": message.stream,
+            "seq": message.seq,
+            "subject": message.subject,
+            "reason": reason[:2000],
+            "payload": message.data[:65_536],
+        }
+        for message, reason in dead
+    ]
+
+
+def _move_statement(table: sa.Table) -> sa.Update:
+    """Move several offsets at once, each only from the version that we know."""
+
+    def column(name: str, kind: sa.types.TypeEngine[Any]) -> sa.ColumnElement[Any]:
+        return sa.func.unnest(sa.bindparam(name, type_=pg.ARRAY(kind)))
+
+    wanted = sa.select(
+        column("streams", sa.Text()).label("stream"),
+        column("epochs", sa.Text()).label("epoch"),
+        column("seqs", sa.BigInteger()).label("seq"),
+        column("createds", sa.Text()).label("created"),
+        column("versions", sa.BigInteger()).label("version"),
+    ).subquery("wanted")
+    return (
+        sa.update(table)
+        .where(table.c.stream == wanted.c.stream, table.c.version == wanted.c.version)
+        .values(
+            epoch=wanted.c.epoch,
+            seq=wanted.c.seq,
+            created=wanted.c.created,
+            version=wanted.c.version + 1,
+            updated_at=sa.func.clock_timestamp(),
+        )
+    )
