@@ -27,6 +27,8 @@ def family(address: int) -> int:
 
 def parse(text: str) -> int:
     """One host address, in any spelling, with or without its full prefix length."""
+    if "%" in text:
+        raise AddressError(f"invalid IP {text!r}: an address with a zone belongs to one node")
     try:
         interface = ipaddress.ip_interface(text.strip())
     except ValueError as error:
@@ -41,8 +43,6 @@ def parse(text: str) -> int:
 def number(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> int:
     if isinstance(address, ipaddress.IPv4Address):
         return int(address)
-    if address.scope_id is not None:
-        raise AddressError(f"invalid IP {address}: an address with a zone belongs to one node")
     mapped = address.ipv4_mapped
     return int(mapped) if mapped is not None else int(address) | V6
 

@@ -19,7 +19,6 @@ import asyncpg
 from schema import events
 from services.allocator import main
 from services.kit import config
-from services.kit.bus import Bus
 from services.kit.runtime import Runtime
 from tests.core.allocating import World
 from tests.feeding import Feeder

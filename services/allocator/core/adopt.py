@@ -12,9 +12,9 @@ from __future__ import annotations
 from schema import addresses, events
 from schema.addresses import AddressError
 from services.allocator.core.model import LOADBALANCERS, POOL, Claim, Owner, Pool
-from services.allocator.core.place import event_owner
+from services.allocator.core.place import begin_lease, event_owner
 from services.allocator.core.space import Memo
-from services.allocator.core.state import BEGINNING, Granted, State
+from services.allocator.core.state import BEGINNING, State
 
 
 def adopt(state: State) -> None:
@@ -32,11 +32,7 @@ def adopt(state: State) -> None:
         pool = _pool_of(state, claim)
         if pool is not None and not state.holders(claim.address, pool):
             take_over(state, owner, pool, claim)
-    for pool in state.pools.values():
-        _recall_history(state, pool)
-        if pool.claims or pool.history:
-            pool.claims, pool.history = {}, {}
-            state.changes.pools.add(pool.name)
+    recall_histories(state)
 
 
 def _claims(state: State, owner: Owner) -> list[Claim]:
@@ -86,10 +82,7 @@ def _pool_of(state: State, claim: Claim) -> Pool | None:
 
 def take_over(state: State, owner: Owner, pool: Pool, claim: Claim) -> None:
     lease_id = f"{state.cause}:{state.next_serial()}"
-    lease = state.hold(owner, pool.name, claim.address, lease_id)
-    state.changes.granted[lease_id] = Granted(
-        lease, state.now, claim.source, state.cause, adopted=True
-    )
+    begin_lease(state, owner, pool.name, claim.address, lease_id, claim.source, adopted=True)
     item = pool.plan.range_of(claim.address) if pool.plan is not None else None
     state.out.append(
         events.LeaseAdopted(
@@ -107,10 +100,15 @@ def take_over(state: State, owner: Owner, pool: Pool, claim: Claim) -> None:
     )
 
 
-def _recall_history(state: State, pool: Pool) -> None:
-    for text, key in sorted(pool.history.items()):
-        try:
-            address = addresses.parse(text)
-        except AddressError:
-            continue
-        state.recall(Memo(address, pool.name, LOADBALANCERS, key, BEGINNING, 0))
+def recall_histories(state: State) -> None:
+    """What pools tell about former holders becomes memory; then they have told all."""
+    for pool in state.pools.values():
+        for text, key in sorted(pool.history.items()):
+            try:
+                address = addresses.parse(text)
+            except AddressError:
+                continue
+            state.recall(Memo(address, pool.name, LOADBALANCERS, key, BEGINNING, 0))
+        if pool.claims or pool.history:
+            pool.claims, pool.history = {}, {}
+            state.changes.pools.add(pool.name)

@@ -71,8 +71,7 @@ def conclude(state: State, *, was_ready: bool) -> list[events.Event]:
         if not was_ready:
             _release_departed(state)
             adopt(state)
-            state.altered.extend(state.pools)
-            state.touched.update(dict.fromkeys(state.pools))
+            become_ready(state)
         if state.departed:
             _release_departed(state)
         if state.undecided:
@@ -83,13 +82,26 @@ def conclude(state: State, *, was_ready: bool) -> list[events.Event]:
     return out
 
 
+def become_ready(state: State) -> None:
+    """Every pool may matter to somebody who waited through the listing."""
+    state.altered.extend(state.pools)
+    state.touched.update(dict.fromkeys(state.pools))
+
+
+def due(state: State) -> list[Owner]:
+    """Owners that are gone, and whose time is over."""
+    return [
+        owner
+        for owner in state.departed.values()
+        if owner.gone_how != "vanished"
+        or (owner.gone_at is not None and owner.gone_at + state.rules.grace <= state.now)
+    ]
+
+
 def _release_departed(state: State) -> None:
-    for owner in list(state.departed.values()):
-        assert owner.gone_at is not None
-        due = owner.gone_how != "vanished" or owner.gone_at + state.rules.grace <= state.now
-        if due:
-            release_all(state, owner, RELEASE_REASONS.get(owner.gone_how, "owner-deleted"))
-            state.forget_owner(owner)
+    for owner in due(state):
+        release_all(state, owner, RELEASE_REASONS.get(owner.gone_how, "owner-deleted"))
+        state.forget_owner(owner)
 
 
 def _place_undecided(state: State) -> None:
@@ -109,12 +121,12 @@ def _by_ticket(owner: Owner) -> int:
 
 def next_deadline(state: State) -> datetime | None:
     """When a tick could decide something, as far as is known now."""
-    due = [
+    ends = [
         owner.gone_at + state.rules.grace
         for owner in state.departed.values()
         if owner.gone_at is not None
     ]
-    return min(due, default=None)
+    return min(ends, default=None)
 
 
 def account(state: State) -> list[events.PoolAccounted]:

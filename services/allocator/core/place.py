@@ -47,7 +47,7 @@ def place(state: State, owner: Owner) -> bool:
     request = owner.request
     if request.mode == NOTHING:
         release_all(state, owner, "owner-retyped")
-        _settle(state, owner, HELD)
+        settle(state, owner, HELD)
         return True
     if request.mode == DHCP:
         return _delegate(state, owner)
@@ -67,7 +67,7 @@ def place(state: State, owner: Owner) -> bool:
     if miss is not None:
         _refuse(state, owner, miss)
         return False
-    _settle(state, owner, HELD)
+    settle(state, owner, HELD)
     return True
 
 
@@ -222,11 +222,10 @@ def event_owner(owner: Owner) -> events.Owner:
     return events.Owner(plural=owner.plural, namespace=namespace, name=name, uid=owner.uid)
 
 
-def grant(state: State, owner: Owner, pick: Pick) -> Lease:
+def grant(state: State, owner: Owner, pick: Pick) -> None:
     pool, address, rule = pick
     lease_id = f"{state.cause}:{state.next_serial()}"
-    lease = state.hold(owner, pool.name, address, lease_id)
-    state.changes.granted[lease_id] = Granted(lease, state.now, rule, state.cause)
+    begin_lease(state, owner, pool.name, address, lease_id, rule)
     item = pool.plan.range_of(address) if pool.plan is not None else None
     state.out.append(
         events.LeaseGranted(
@@ -242,16 +241,33 @@ def grant(state: State, owner: Owner, pick: Pick) -> Lease:
             generation=owner.generation,
         )
     )
-    return lease
 
 
-def release(state: State, lease: Lease, reason: str) -> None:
+def begin_lease(
+    state: State,
+    owner: Owner,
+    pool: str,
+    address: int,
+    lease_id: str,
+    rule: str,
+    *,
+    adopted: bool = False,
+) -> None:
+    lease = state.hold(owner, pool, address, lease_id)
+    state.changes.granted[lease_id] = Granted(lease, state.now, rule, state.cause, adopted)
+
+
+def end_lease(state: State, lease: Lease, reason: str) -> None:
     begun = state.changes.granted.get(lease.id)
     if begun is not None:
         begun.ended, begun.end_reason, begun.end_cause = state.now, reason, state.cause
     else:
         state.changes.closed.append(Closed(lease.id, state.now, reason, state.cause))
     state.drop(lease)
+
+
+def release(state: State, lease: Lease, reason: str) -> None:
+    end_lease(state, lease, reason)
     state.out.append(
         events.LeaseReleased(
             at=state.now,
@@ -277,7 +293,7 @@ def _delegate(state: State, owner: Owner) -> bool:
                 at=state.now, owner=event_owner(owner), generation=owner.generation
             )
         )
-    _settle(state, owner, DELEGATED)
+    settle(state, owner, DELEGATED)
     return True
 
 
@@ -294,9 +310,9 @@ def _refuse(state: State, owner: Owner, miss: Miss) -> None:
     state.queues.join(owner, miss.waits)
     _touch_pools(state, miss.waits)
     if owner.refusal is None or owner.refusal[:3] != refusal[:3] or owner.refusal.kept != kept:
+        owner.refusal = refusal
         state.out.append(refused(state, owner, refusal))
         state.changed(owner)
-    owner.refusal = refusal
 
 
 def refused(state: State, owner: Owner, refusal: Refusal) -> events.LeaseRefused:
@@ -328,7 +344,7 @@ def rejoin(state: State, owner: Owner) -> None:
     state.queues.join(owner, waits)
 
 
-def _settle(state: State, owner: Owner, phase: str) -> None:
+def settle(state: State, owner: Owner, phase: str) -> None:
     """Nothing is missing: the owner leaves the order of those who wait."""
     _touch_pools(state, owner.waits)
     state.queues.leave(owner)

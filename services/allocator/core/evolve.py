@@ -1,0 +1,172 @@
+"""Recorded decisions back into memory: replay never decides again.
+
+For each fact of the log: take it in, then apply the decisions that were recorded with it as their
+cause. What remains of the fact (an owner whose changed request is still satisfied, one that is
+still refused for the same reason) follows from the state alone. Facts after the last recorded
+decision are then decided in the usual way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from schema import addresses, events
+from services.allocator.core.adopt import recall_histories
+from services.allocator.core.decide import become_ready, due, take_in
+from services.allocator.core.model import (
+    DELEGATED,
+    DHCP,
+    HELD,
+    NOTHING,
+    POOL,
+    WAITING,
+    Lease,
+    Owner,
+    Refusal,
+    Request,
+)
+from services.allocator.core.place import (
+    begin_lease,
+    end_lease,
+    fits,
+    missing,
+    rejoin,
+    settle,
+)
+from services.allocator.core.state import State
+
+
+def replay(
+    state: State,
+    fact: events.AnyEvent,
+    decisions: Iterable[events.AnyEvent],
+    *,
+    epoch: str,
+    seq: int,
+) -> None:
+    """One fact of the log with the decisions that it led to."""
+    state.begin(fact.at, f"{epoch}:{seq}")
+    was_ready = state.ready
+    take_in(state, fact, epoch=epoch, seq=seq)
+    if state.ready and not was_ready:
+        become_ready(state)
+    recorded = list(decisions)
+    recalled = was_ready or not state.ready
+    for decision in recorded:
+        if not recalled and not isinstance(decision, events.LeaseAdopted | events.LeaseReleased):
+            recall_histories(state)
+            recalled = True
+        evolve(state, decision)
+    if not recalled:
+        recall_histories(state)
+    if state.ready:
+        _follow(state)
+    state.out.clear()
+
+
+def evolve(state: State, decision: events.AnyEvent) -> None:
+    """Apply one recorded decision. One that holds already changes nothing."""
+    match decision:
+        case events.LeaseGranted() | events.LeaseAdopted():
+            _granted(state, decision)
+        case events.LeaseReleased():
+            _released(state, decision)
+        case events.LeaseRefused():
+            _refused(state, decision)
+        case events.AddressDelegated():
+            owner = _owner(state, decision.owner, Request(DHCP, decision.owner.namespace))
+            state.undecided.pop((owner.plural, owner.uid), None)
+            settle(state, owner, DELEGATED)
+
+
+def _granted(state: State, decision: events.LeaseGranted | events.LeaseAdopted) -> None:
+    state.now = max(state.now, decision.at)
+    owner = _owner(state, decision.owner)
+    if any(lease.id == decision.lease for lease in owner.leases):
+        return
+    adopted = isinstance(decision, events.LeaseAdopted)
+    rule = decision.source if isinstance(decision, events.LeaseAdopted) else decision.rule
+    serial = int(decision.lease.rpartition(":")[2])
+    state.serial = max(state.serial, serial)
+    state.changes.clock = True
+    begin_lease(
+        state,
+        owner,
+        decision.pool,
+        addresses.parse(decision.address),
+        decision.lease,
+        rule,
+        adopted=adopted,
+    )
+    if not adopted:
+        state.undecided[owner.plural, owner.uid] = owner
+
+
+def _released(state: State, decision: events.LeaseReleased) -> None:
+    state.now = max(state.now, decision.at)
+    owner = _known(state, decision.owner)
+    lease = _lease(owner, decision.lease) if owner is not None else None
+    if lease is not None:
+        end_lease(state, lease, decision.reason)
+
+
+def _lease(owner: Owner, lease_id: str) -> Lease | None:
+    return next((lease for lease in owner.leases if lease.id == lease_id), None)
+
+
+def _refused(state: State, decision: events.LeaseRefused) -> None:
+    owner = _owner(state, decision.owner)
+    if not owner.ticket:
+        owner.ticket = state.next_serial()
+    owner.phase = WAITING
+    owner.refusal = Refusal(
+        decision.reason,
+        decision.message,
+        decision.pool,
+        tuple((v.pool, v.reason, v.message) for v in decision.considered),
+        decision.kept,
+    )
+    state.undecided.pop((owner.plural, owner.uid), None)
+    state.changed(owner)
+    rejoin(state, owner)
+
+
+def _known(state: State, who: events.Owner) -> Owner | None:
+    departed = state.departed.get((who.plural, who.uid))
+    if departed is not None:
+        return departed
+    owner = state.owners[who.plural].get(f"{who.namespace}/{who.name}")
+    return owner if owner is not None and owner.uid == who.uid else None
+
+
+def _owner(state: State, who: events.Owner, request: Request | None = None) -> Owner:
+    """The owner of a decision, also where the log has lost the fact that told of it."""
+    known = _known(state, who)
+    if known is None:
+        wish = state.intern(request or Request(POOL, who.namespace))
+        known = Owner(who.plural, f"{who.namespace}/{who.name}", who.uid, wish, "")
+        state.add_owner(known)
+    return known
+
+
+def _follow(state: State) -> None:
+    """What the fact leads to without a decision of its own."""
+    for owner in due(state):
+        if not owner.leases:
+            state.forget_owner(owner)
+    undecided, state.undecided = state.undecided, {}
+    for owner in sorted(undecided.values(), key=lambda owner: owner.ticket):
+        if owner.request.mode == NOTHING:
+            state.forget_owner(owner)
+            continue
+        if owner.request.mode == DHCP:
+            settle(state, owner, DELEGATED)
+            continue
+        fitting = tuple(lease for lease in owner.leases if fits(owner.request, lease))
+        if owner.request.problem or missing(state, owner.request, fitting):
+            owner.phase = WAITING
+            rejoin(state, owner)
+        else:
+            settle(state, owner, HELD)
+    state.altered.clear()
+    state.freed.clear()
