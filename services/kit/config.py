@@ -123,6 +123,7 @@ class ProberSettings(Section, frozen=True, kw_only=True):
     period_s: int = 5
     timeout_s: int = 3
     second_s: float = 1.0  # how long a second of a health check lasts (less in demonstrations)
+    ca_file: str = ""  # PEM of authorities for HTTPS checks, besides the system's
     max_in_flight: int = 8192  # sockets open at once
     # All of this failing within one period is taken for a fault of our own, and nothing changes:
     hold_share: float = 0.9  # of the backends that are on record as ready,

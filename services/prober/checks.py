@@ -53,6 +53,8 @@ LOCAL: Final = frozenset(
         errno.EAFNOSUPPORT,
     }
 )
+# Ends of a connection that had been established, however soon: the handshake was answered.
+_CONNECTED: Final = (errno.ECONNRESET, errno.EPIPE)
 _WORDS: Final = {
     errno.ECONNREFUSED: "connection refused",
     errno.ECONNRESET: "connection reset",
@@ -91,7 +93,7 @@ class Outcome(NamedTuple):
 class _Probe:
     """A check under way."""
 
-    __slots__ = ("deadline", "dialogue", "events", "out", "sock", "started", "target")
+    __slots__ = ("begun", "deadline", "dialogue", "events", "out", "sock", "started", "target")
 
     def __init__(self, target: Target, sock: socket.socket, started: float) -> None:
         self.target = target
@@ -100,6 +102,7 @@ class _Probe:
         self.deadline = 0.0
         self.dialogue: Dialogue | None = None
         self.events = _OUT
+        self.begun = False
         self.out: bytes | memoryview = b""
 
 
@@ -130,6 +133,7 @@ class Engine:
         self._done: list[Outcome] = []
         self._stood = 0.0  # how long deadlines have stood still so far
         self._wake = float("inf")
+        self._last = 0.0  # when the last step ended
         self.late = 0.0  # the worst start of the last step, after its due time
         self.started = 0
 
@@ -159,8 +163,8 @@ class Engine:
     def step(self, timeout: float = 0.0) -> float:
         """Do what is due; returns when to be called again at the latest (the clock's time)."""
         now = self._clock()
-        if now > self._wake + LATE_S:
-            self._stood += now - self._wake
+        if now > self._wake + LATE_S:  # nobody knows since when: count next to nothing of it
+            self._stood += max(0.0, now - self._last - SLOT_S)
         for fd, mask in self._epoll.poll(timeout, 4_096):
             probe = self._running.get(fd)
             if probe is not None:
@@ -171,6 +175,7 @@ class Engine:
         if self._done:
             done, self._done = self._done, []
             self._report(done)
+        self._last = self._clock()
         self._wake = self._next_wake()
         return self._wake
 
@@ -216,11 +221,14 @@ class Engine:
             self._finish(target, now, code)
             return
         probe = _Probe(target, sock, now)
-        if target.check.protocol != "TCP":
-            probe.dialogue = self._dialogues.open(target.check, target.address)
         fd = sock.fileno()
         try:
-            self._epoll.register(fd, _OUT)
+            if target.check.protocol != "TCP":
+                probe.dialogue = self._dialogues.open(target.check, target.address)
+            if udp:
+                probe.events = _IN
+                sock.send(b"")
+            self._epoll.register(fd, probe.events)
         except OSError as error:
             sock.close()
             self._finish(target, now, error.errno or 0)
@@ -240,7 +248,9 @@ class Engine:
         if sock is None:
             return
         if mask & _BROKEN and not mask & _IN:
-            self._end(probe, sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or errno.EPIPE)
+            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or errno.EPIPE
+            plain = probe.dialogue is None
+            self._end(probe, 0 if plain and code in _CONNECTED else code)
         elif probe.dialogue is None:
             self._end(probe, 0)
         else:
@@ -254,7 +264,8 @@ class Engine:
         if mask & _IN:
             data = sock.recv(READ_BYTES)
             answer = dialogue.feed(data) if data else dialogue.eof()
-        elif not probe.out:
+        elif not probe.begun:
+            probe.begun = True
             dialogue.begin()
         if answer is not None:
             self._answered(probe, answer)
@@ -289,7 +300,7 @@ class Engine:
             return
         # The same probe goes on, at its place in the queue of deadlines.
         probe.sock, probe.dialogue = follow, answer.next.dialogue
-        probe.events, probe.out = _OUT, b""
+        probe.events, probe.out, probe.begun = _OUT, b"", False
         self._running[follow.fileno()] = probe
         self._epoll.register(follow.fileno(), _OUT)
 

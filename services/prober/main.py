@@ -16,6 +16,7 @@ from services.kit.runtime import Runtime
 from services.prober.checks import Engine
 from services.prober.core import Dummies
 from services.prober.dialling import BadDialMap, DialMap
+from services.prober.dialogues import Dialogues
 from services.prober.driving import Driver
 from services.prober.monitor import EVERYTHING_FAILED, Monitor
 from services.prober.plan import Defaults, usable
@@ -30,6 +31,7 @@ SPARE_DESCRIPTORS: Final = 256
 async def run(rt: Runtime) -> None:
     settings = rt.settings.prober
     defaults, dummies, dial = read_settings(settings)
+    dialogues = _dialogues(settings.ca_file)
     projection = Prober(defaults, dummies)
     projector = Projector(rt, projection)
     limit = _sockets(settings.max_in_flight)
@@ -44,7 +46,7 @@ async def run(rt: Runtime) -> None:
     monitor = Monitor(
         state=lambda: projection.state,
         submit=submit,
-        make_engine=lambda report: Engine(report, max_in_flight=limit),
+        make_engine=lambda report: Engine(report, max_in_flight=limit, dialogues=dialogues),
         dial=dial,
         fault=OwnFault(
             share=settings.hold_share,
@@ -123,6 +125,16 @@ def read_settings(settings: ProberSettings) -> tuple[Defaults, Dummies, DialMap]
         second=settings.second_s,
     )
     return defaults, dummies, dial
+
+
+def _dialogues(ca_file: str) -> Dialogues:
+    try:
+        return Dialogues(ca_file)
+    except OSError as error:
+        raise ConfigError(
+            f"prober.ca_file is {ca_file!r}: {error.strerror or error}; must be a file with"
+            " certificates in PEM"
+        ) from error
 
 
 def _networks(texts: tuple[str, ...]) -> list[ipaddress.IPv4Network | ipaddress.IPv6Network]:

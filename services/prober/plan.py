@@ -31,6 +31,10 @@ _LABEL_KEY: Final = re.compile(
     r"([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
 )
 _LABEL_VALUE: Final = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?")
+_HOST: Final = re.compile(
+    r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*"
+)
+_SERVICE: Final = re.compile(r"[A-Za-z0-9_./-]{0,253}")
 _CODES: Final = re.compile(r"([1-5]\d\d)(?:-([1-5]\d\d))?")
 
 Selector = Mapping[str, list[str]]
@@ -246,9 +250,10 @@ class _Reader:
                 f"{field}.path is {path!r}: must start with '/' and hold no space, control"
                 " character or anything beyond ASCII (percent-encode it)"
             )
-        for name, text in (("host", check.host), ("service", check.service)):
-            if not text.isascii() or re.search(r"[\s\x00-\x1f\x7f]", text) or len(text) > 253:
-                raise Unfit(f"{field}.{name} is {text!r}: must be a name of up to 253 characters")
+        if check.host and not (_HOST.fullmatch(check.host) and len(check.host) <= 253):
+            raise Unfit(f"{field}.host is {check.host!r}: must be a host name or an address")
+        if not _SERVICE.fullmatch(check.service):
+            raise Unfit(f"{field}.service is {check.service!r}: must be a gRPC service name")
         period = check.period_seconds or base.period
         timeout = check.timeout_seconds or min(base.timeout, period)
         if timeout > period:
