@@ -147,10 +147,12 @@ class State:
                         del self._slices[uid]
 
     def _caught_up(self, ref: ObjectRef, new: View, before: View | None) -> None:
-        """A fact ends what an answer said, unless it is from before that answer."""
+        """A fact ends what an answer said, unless it is from before that answer. Of an object that
+        is not ours (any more) only the identity is kept, without a version: that ends it too."""
         written = self._written.get(ref, before)
         if (
             isinstance(written, View)
+            and new.metadata.resource_version
             and written.metadata.uid == new.metadata.uid
             and newer(written, new)
         ):

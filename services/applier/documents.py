@@ -101,8 +101,9 @@ class OwnerDoc(msgspec.Struct, omit_defaults=True):
 
     @property
     def decided(self) -> bool:
-        """Whether anybody has said anything about its address."""
-        return bool(self.leases or self.delegated or self.refusal or self.provider)
+        """Whether anybody has said anything about its address, now or before."""
+        said = self.leases or self.delegated or self.refusal or self.provider
+        return bool(said or self.noticed)
 
     @property
     def idle(self) -> bool:

@@ -96,7 +96,7 @@ def newer(one: View, other: View) -> bool:
     a, b = one.metadata.resource_version, other.metadata.resource_version
     if a.isdecimal() and b.isdecimal():
         return int(a) > int(b)
-    return a != b
+    return bool(a) and a != b
 
 
 def same_content(one: View, other: View) -> bool:

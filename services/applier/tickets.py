@@ -38,6 +38,8 @@ def service(made: Plan, doc: OwnerDoc) -> None:
     addresses = doc.provider.addresses if doc.provider else shapes.wanted_addresses(doc)
     if not ours:
         _annotate(made, doc, known, announcing.annotations(addresses) if asks else {})
+    if made.writes:
+        return  # one at a time, as each moves the version that the next is thought out on
     if not asks:
         _withdraw(made, doc, known, ours=ours)
         return
@@ -77,12 +79,12 @@ def _finalizer(made: Plan, doc: OwnerDoc, known: objects.Service, stands: bool) 
 def _annotate(made: Plan, doc: OwnerDoc, known: objects.Service, wanted: dict[str, str]) -> None:
     """Tell the announcer, by annotation, which address a user's Service has."""
     notes = known.metadata.annotations or {}
-    keys = {key for keys in shapes.ANNOUNCER_KEYS.values() for key in keys}
     changes: dict[str, str | None] = {
         key: value for key, value in wanted.items() if notes.get(key) != value
     }
-    held = [lease.address for lease in doc.leases]
-    changes |= {key: None for key in keys & notes.keys() - wanted.keys() if not held or doc.noticed}
+    if doc.noticed:
+        keys = shapes.ANNOUNCER_KEYS[made.state.options.announcing.announcer]
+        changes |= {key: None for key in keys if key in notes and key not in wanted}
     if changes:
         body = patch_body(known, {"annotations": changes})
         merge_write(made, doc, "", "Service", body, [wanted])

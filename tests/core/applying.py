@@ -38,7 +38,7 @@ class Refused(Exception):
 
 
 class Api:
-    """Objects by reference, as plain data; `subresource` and `prunes` give the form of our kinds."""
+    """Objects as plain data; `subresource` and `prunes` give the form of our kinds."""
 
     def __init__(self, *, subresource: bool = True, prunes: bool = False) -> None:
         self.objects: dict[ObjectRef, dict[str, Any]] = {}

@@ -283,7 +283,7 @@ def test_both_families_and_own_ports_have_slices_of_their_own():
 
 
 def test_extension_fields_pass_to_the_service_by_field_or_annotation():
-    """externalTrafficPolicy, sessionAffinity, node ports: for clusters with Harvester's CRDs too."""
+    """Traffic policy, affinity, node ports: for clusters with Harvester's CRDs too."""
     world = World()
     by_field = world.balancer(
         externalTrafficPolicy="Local",
