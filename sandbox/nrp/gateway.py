@@ -149,7 +149,8 @@ class Gateway:
             key = str(location)
             if key in changes:
                 raise bad("DuplicateLocationsInRequest", f"{where}: location {key} is listed twice")
-            replace = _action(entry, "addressUpdateAction") == FULL
+            # Where the whole collection is replaced, nothing old is left to be partly updated.
+            replace = _action(entry, "addressUpdateAction") == FULL or full
             changes[key] = (replace, self._addresses_of(where, entry, location.version))
         result = {key: self._location_after(key, *change) for key, change in changes.items()}
         if full:

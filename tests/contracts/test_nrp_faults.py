@@ -4,7 +4,13 @@ Seen through Microsoft's SDK alone, as in `test_nrp_sdk.py`.
 """
 
 import asyncio
+import contextlib
+import json
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -338,3 +344,89 @@ class TestAdministration:
             other = await put_ip(client, "other")
             seen = await client.public_ip_addresses.get(GROUP, "web-pip")
             assert other.ip_address != seen.ip_address
+
+
+class TestProcess:
+    """`python -m sandbox.nrp`, as `lbledger up` starts it."""
+
+    @contextlib.asynccontextmanager
+    async def running(self, folder: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+        ready = folder / "ready.json"
+        ready.unlink(missing_ok=True)
+        argv = ["-m", "sandbox.nrp", "--ready-file", str(ready), "--state", str(folder / "state")]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *argv, stdout=asyncio.subprocess.DEVNULL
+        )
+        try:
+            await eventually(ready.exists, message="the ready file")
+            yield process, json.loads(ready.read_text())["url"]
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+    async def page(self, url: str, name: str) -> Any:
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"{url}/sandbox/{name}") as answer:
+                return await answer.json()
+
+    async def test_it_stops_on_sigterm(self, tmp_path: Path) -> None:
+        """Exit 0 within 10 s, also while a request hangs; the state is written."""
+        async with self.running(tmp_path) as (process, url):
+            plan = {"faults": [{"kind": "hang"}]}
+            async with aiohttp.ClientSession() as session:
+                async with session.put(f"{url}/sandbox/faults", json=plan) as answer:
+                    assert answer.status == 200
+                path = f"{rid('natGateways', 'x')}?api-version=1"
+                headers = {"Authorization": "Bearer x"}
+                hanging = asyncio.create_task(session.get(url + path, headers=headers))
+                await eventually(lambda: self.hangs(url))
+                process.terminate()
+                assert await asyncio.wait_for(process.wait(), 10) == 0
+                await asyncio.gather(hanging, return_exceptions=True)
+        assert (tmp_path / "state" / "nrp.json").exists()
+
+    async def hangs(self, url: str) -> bool:
+        counts = (await self.page(url, "requests"))["counts"]
+        return bool(counts.get("get_nat_gateway"))
+
+    def holds(self, file: Path, text: str) -> bool:
+        return file.exists() and text.encode() in file.read_bytes()
+
+    async def test_sigkill_leaves_a_whole_state(self, tmp_path: Path) -> None:
+        """Killed again and again under writes: every start finds a readable state that only
+        grows."""
+        known: set[str] = set()
+        for turn in range(3):
+            async with self.running(tmp_path) as (process, url):
+                state = await self.page(url, "state")
+                (gateway,) = state["gateways"].values()
+                there = {entry["name"] for entry in gateway["services"]}
+                assert known <= there
+                body = {"serviceRequests": [inbound(f"s{turn}-{n}") for n in range(200)]}
+                link = f"{url}{rid('serviceGateways', GATEWAY)}/updateServices?api-version=1"
+                headers = {"Authorization": "Bearer x"}
+                async with aiohttp.ClientSession(headers=headers) as session:
+                    async with session.post(link, json=body) as answer:
+                        assert answer.status == 200
+                file = tmp_path / "state" / "nrp.json"
+                await eventually(lambda: self.holds(file, f"s{turn}-199"))  # noqa: B023
+                known = there | {f"s{turn}-{n}" for n in range(200)}
+                process.send_signal(signal.SIGKILL)
+                await process.wait()
+
+    @pytest.mark.parametrize(
+        ("argv", "expected"),
+        [
+            (["--page-size", "0"], "--page-size is 0, it must be at least 1"),
+            (["--faults", "/nonexistent"], "/nonexistent"),
+            (["--port", "many"], "invalid int value"),
+        ],
+    )
+    def test_wrong_use(self, argv: list[str], expected: str) -> None:
+        """Exit 2 with the reason."""
+        done = subprocess.run(
+            [sys.executable, "-m", "sandbox.nrp", *argv], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 2
+        assert expected in done.stderr

@@ -334,9 +334,13 @@ class TestLocations:
         }
 
     async def test_full_update_of_all(self, provider: Provider) -> None:
-        """Drops the locations that it does not list."""
+        """Drops the locations that it does not list, and of those that it lists the addresses that
+        it does not list, whatever the action of the location says."""
         await provider.update_address_locations(
-            locations(at("10.0.0.1", {"10.1.0.1": ("a",)}), at("10.0.0.2", {"10.1.0.2": ("a",)}))
+            locations(
+                at("10.0.0.1", {"10.1.0.1": ("a",)}),
+                at("10.0.0.2", {"10.1.0.2": ("a",), "10.1.0.3": ("a",)}),
+            )
         )
         await provider.update_address_locations(
             locations(at("10.0.0.2", {"10.1.0.2": ("a",)}), action=Action.FULL)
