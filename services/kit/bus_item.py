@@ -44,7 +44,7 @@ class Item:
         self.subject, self.data = message.subject, message.data
         self.msg_id, self.expected = message.msg_id, message.expected
         self.lines = lines
-        self.size = len(lines) + len(message.data)
+        self.size = len(lines if lines.isascii() else lines.encode()) + len(message.data)
         self.future = future
         self.used = 0
         self.sent_at = 0.0

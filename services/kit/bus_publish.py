@@ -12,7 +12,6 @@ there. Only a message that is not ours is a conflict.
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -22,14 +21,15 @@ import structlog
 from services.kit import bus_streams
 from services.kit.bus_batch import Batches
 from services.kit.bus_item import Item, decode_ack
+from services.kit.bus_lanes import Lanes
 from services.kit.bus_link import Link
+from services.kit.bus_resolve import look
 from services.kit.bus_streams import ApiError, JetStreamError
 from services.kit.bus_types import (
     EXPECTED_LAST,
     EXPECTED_STREAM,
     MSG_ID,
     BusError,
-    Message,
     Outgoing,
     Published,
     StreamMissing,
@@ -40,6 +40,7 @@ from services.kit.bus_types import (
     format_headers,
     status,
 )
+from services.kit.bus_window import Window
 from services.kit.retry import Backoff
 
 WRONG_LAST: Final = (10071, 10164)
@@ -65,20 +66,15 @@ class Publisher:
         deadline: float | None = None,
     ) -> None:
         self._link, self._stream = link, stream
-        self._window, self._window_bytes = window, window_bytes
-        self._ack_timeout, self._deadline = ack_timeout, deadline
+        self._ack_timeout = ack_timeout
         self._loop = asyncio.get_running_loop()
         self._known: dict[str, int] = {}
-        # A key per subject with a message under way; behind it what waits for that subject. A bare
-        # future there is a batch that waits for its turn.
-        self._lanes: dict[str, deque[Item | asyncio.Future[None]] | None] = {}
-        self._backlog: deque[Item] = deque()
-        self._items: set[Item] = set()
+        self._lanes = Lanes()
+        self._window = Window(window, window_bytes, deadline)
         self._inflight: dict[bytes, Item] = {}
         self._parked: list[Item] = []
         self._resolving: set[asyncio.Task[None]] = set()
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._open = self._open_bytes = self._tokens = 0
+        self._tokens = 0
         self._sweeping: asyncio.TimerHandle | None = None
         self._said_at = 0.0
         self._closed = False
@@ -123,8 +119,7 @@ class Publisher:
 
     async def room(self) -> None:
         """Wait until less than a window is under way or waiting."""
-        while self.pending >= self._window or self._open_bytes >= self._window_bytes:
-            await self._one_finished()
+        await self._window.room()
 
     async def publish_batch(self, messages: Sequence[Outgoing]) -> list[Published]:
         """Store up to 1,000 messages all at once; one by one, in order, where that is refused.
@@ -138,8 +133,7 @@ class Publisher:
         """Wait until nothing is under way."""
         try:
             async with asyncio.timeout(timeout):
-                while self.pending:
-                    await self._one_finished()
+                await self._window.empty()
         except TimeoutError:
             raise Unavailable(
                 f"{self.pending} messages for {self._stream} not acknowledged in {timeout:g} s"
@@ -156,10 +150,8 @@ class Publisher:
             task.cancel()
         await asyncio.gather(*self._resolving, return_exceptions=True)
         reason = f"the publisher of {self._stream} was closed; outcome unknown"
-        for item in list(self._items):
-            self._settle(item, Unavailable(reason))
-        turns = [turn for lane in self._lanes.values() for turn in lane or () if turn is not None]
-        for turn in [*self._waiting, *(t for t in turns if isinstance(t, asyncio.Future))]:
+        self._window.close(reason)
+        for turn in self._lanes.turns():
             if not turn.done():
                 turn.set_exception(Unavailable(reason))
         self.batches.on_disconnect()
@@ -167,7 +159,7 @@ class Publisher:
     @property
     def pending(self) -> int:
         """Messages under way or waiting for their turn."""
-        return len(self._items)
+        return len(self._window)
 
     @property
     def oldest_age(self) -> float:
@@ -185,9 +177,7 @@ class Publisher:
         check_subject(subject)
         lines = format_headers({MSG_ID: message.msg_id, **message.headers})
         item = Item(message, lines, self._loop.create_future())
-        # What is added when it is sent: version, sequence (20 digits at most), batch, stream.
-        size = item.size + 180 + len(self._tail)
-        if size > self._link.max_payload:
+        if (size := self._size_sent(item)) > self._link.max_payload:
             raise TooLarge(subject, size, self._link.max_payload)
         return item
 
@@ -202,20 +192,20 @@ class Publisher:
         expected = f"{EXPECTED_LAST}: {item.used}\r\n"
         return f"NATS/1.0\r\n{item.lines}{extra}{expected}{self._tail}".encode()
 
+    def _size_sent(self, item: Item) -> int:
+        """With what is added: version, sequence (20 digits at most), batch, stream."""
+        return item.size + 180 + len(self._tail)
+
     def enqueue(self, items: Iterable[Item]) -> None:
+        window = self._window
         for item in items:
-            self._begin(item)
-            if self._backlog or self._full():
-                self._backlog.append(item)
-                if len(self._backlog) % 1000 == 0:
+            window.begin(item)
+            if window.backlog or window.full:
+                window.backlog.append(item)
+                if len(window.backlog) % 1000 == 0:
                     self._tidy()
             else:
                 self._admit(item)
-
-    def _begin(self, item: Item) -> None:
-        self._items.add(item)
-        if self._deadline is not None:
-            item.timer = self._loop.call_later(self._deadline, self._expire, item)
 
     def token(self) -> bytes:
         self._tokens += 1
@@ -224,30 +214,20 @@ class Publisher:
     def reply_to(self, token: bytes) -> str:
         return self._inbox + token.decode()
 
-    async def _one_finished(self) -> None:
-        waiter: asyncio.Future[None] = self._loop.create_future()
-        self._waiting.append(waiter)
-        await waiter
-
-    def _full(self) -> bool:
-        return self._open >= self._window or self._open_bytes >= self._window_bytes
-
     def _admit(self, item: Item) -> None:
-        self._open += 1
-        self._open_bytes += item.size
-        if item.subject in self._lanes:
-            lane = self._lanes[item.subject]
-            if lane is None:
-                self._lanes[item.subject] = deque((item,))
-            else:
-                lane.append(item)
-        else:
-            self._lanes[item.subject] = None
+        self._window.enter(item)
+        if self._lanes.hold(item.subject):
             self._try(item)
+        else:
+            self._lanes.queue(item.subject, item)
 
     def _try(self, item: Item) -> None:
         if item.future.done():  # cancelled, past its deadline, or closed
             self._finish(item)
+            return
+        if (size := self._size_sent(item)) > (limit := self._link.max_payload):
+            # It has changed since. Not at once: there may be a whole lane of such.
+            self._loop.call_soon(self._finish, item, TooLarge(item.subject, size, limit))
             return
         item.tried += 1
         token = self.token()
@@ -297,7 +277,7 @@ class Publisher:
         backoff = Backoff(0.05, 2.0)
         while not item.future.done():
             try:
-                ours, newest = await self._look(item)
+                ours, newest = await look(self._link, self._stream, item)
             except (Unavailable, StreamMissing) as error:
                 self._say(str(error))
                 await backoff.wait()
@@ -319,26 +299,6 @@ class Publisher:
             return
         self._finish(item)
 
-    async def _look(self, item: Item) -> tuple[Message | None, int]:
-        """The message with our id, if it is there, and the last sequence of the subject."""
-        link, stream, subject = self._link, self._stream, item.subject
-        newest = await bus_streams.last(link, stream, subject)
-        if newest is None or newest.seq <= item.used:
-            # A replica that is behind, or a stream that began anew: ask the one that decides.
-            newest = await bus_streams.from_leader(link, stream, {"last_by_subj": subject})
-        if newest is None:
-            return None, 0
-        if newest.headers.get(MSG_ID) == item.msg_id:
-            return newest, newest.seq
-        if newest.seq > item.used:
-            # Ours could only have been stored right after what it expected.
-            query = {"seq": item.used + 1, "next_by_subj": subject}
-            first = await bus_streams.next_after(link, stream, subject, item.used)
-            first = first or await bus_streams.from_leader(link, stream, query)
-            if first is not None and first.headers.get(MSG_ID) == item.msg_id:
-                return first, newest.seq
-        return None, newest.seq
-
     def _retry(self, item: Item, reason: str) -> None:
         if item.future.done():
             self._finish(item)
@@ -349,88 +309,55 @@ class Publisher:
 
     def _finish(self, item: Item, outcome: Published | BusError | None = None) -> None:
         """The end of an item on the wire; the next of its subject and of the backlog go on."""
-        self._settle(item, outcome)
-        self._open -= 1
-        self._open_bytes -= item.size
-        self.advance(item.subject)
-        while self._backlog and not self._full():
-            waiting = self._backlog.popleft()
+        window = self._window
+        window.leave(item, outcome)
+        self._advance(item.subject)
+        while window.backlog and not window.full:
+            waiting = window.backlog.popleft()
             if waiting.future.done():
-                self._settle(waiting)
+                window.settle(waiting)
             else:
                 self._admit(waiting)
-        if self._waiting and (not self._items or self.pending <= self._window // 2):
-            waiters, self._waiting = self._waiting, deque()
-            for waiter in waiters:
-                if not waiter.done():
-                    waiter.set_result(None)
-
-    def _settle(self, item: Item, outcome: Published | BusError | None = None) -> None:
-        self._items.discard(item)
-        if item.timer is not None:
-            item.timer.cancel()
-        if not item.future.done():
-            if isinstance(outcome, BusError):
-                item.future.set_exception(outcome)
-            elif outcome is not None:
-                item.future.set_result(outcome)
 
     # Lanes: one message, or one batch, per subject.
 
     def claim(self, subject: str) -> asyncio.Future[None] | None:
         """Take a subject for a batch; a future to wait for when it is not free."""
-        if subject not in self._lanes:
-            self._lanes[subject] = None
+        if self._lanes.hold(subject):
             return None
         turn: asyncio.Future[None] = self._loop.create_future()
-        lane = self._lanes[subject]
-        if lane is None:
-            self._lanes[subject] = deque((turn,))
-        else:
-            lane.append(turn)
+        self._lanes.queue(subject, turn)
         return turn
 
     def release(self, subject: str, items: Iterable[Item] = ()) -> None:
         """Give a claimed subject back; these items go before what came later."""
         first = list(items)
         for item in first:
-            self._open += 1
-            self._open_bytes += item.size
+            self._window.enter(item)
         if first:
-            self._lanes[subject] = deque((*first, *(self._lanes[subject] or ())))
-        self.advance(subject)
+            self._lanes.put_first(subject, first)
+        self._advance(subject)
 
-    def advance(self, subject: str) -> None:
-        lane = self._lanes[subject]
-        while lane:
-            entry = lane.popleft()
-            if entry.future.done() if isinstance(entry, Item) else entry.done():
-                if isinstance(entry, Item):  # cancelled while it waited
-                    self._settle(entry)
-                    self._open -= 1
-                    self._open_bytes -= entry.size
-                continue
-            if isinstance(entry, Item):
-                self._try(entry)
-            else:
-                entry.set_result(None)
-            return
-        del self._lanes[subject]
+    def _advance(self, subject: str) -> None:
+        entry = self._lanes.leave(subject, self._window.leave)
+        if isinstance(entry, Item):
+            self._try(entry)
+        elif entry is not None:
+            entry.set_result(None)
 
     # The members of a batch: counted like others, but stored or given up together.
 
     def begin(self, items: Iterable[Item]) -> None:
         for item in items:
-            self._begin(item)
+            self._window.begin(item)
 
     def give_up(self, items: Iterable[Item]) -> None:
         for item in items:
-            item.future.cancel()
-            self._settle(item)
+            self._window.settle(item)
 
     def stored(self, item: Item, seq: int) -> None:
         self._known[item.subject] = seq
-        self._settle(item, Published(seq))
+        self._window.settle(item, Published(seq))
 
     # Time and connection.
 
@@ -462,17 +389,9 @@ class Publisher:
         """During an outage callers give up and come again; what they gave up must not pile up."""
         given_up = [item for item in self._parked if item.future.done()]
         self._parked = [item for item in self._parked if not item.future.done()]
-        for item in [item for item in self._backlog if item.future.done()]:
-            self._settle(item)
-        self._backlog = deque(item for item in self._backlog if not item.future.done())
+        self._window.drop_given_up()
         for item in given_up:
             self._finish(item)
-
-    def _expire(self, item: Item) -> None:
-        seconds = self._deadline or 0
-        self._settle(
-            item, Unavailable(f"{item.subject}: not acknowledged in {seconds:g} s, outcome unknown")
-        )
 
     def _say(self, reason: str) -> None:
         now = time.monotonic()

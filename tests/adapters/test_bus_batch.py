@@ -25,12 +25,16 @@ async def test_batch_is_stored_together_in_order(nats_url: str) -> None:
     async with connected(nats_url) as bus, publishing(bus) as publisher:
         first = await publisher.publish_batch(_batch(0, 1000))
         second = await publisher.publish_batch(_batch(1000, 1000))
+        third = asyncio.create_task(publisher.publish_batch(_batch(3000, 10)))
+        await asyncio.sleep(0)
+        await publisher.drain(10)
+        assert third.done() or await third
         single = await publisher.publish("t.5", b"2000", {}, msg_id="m2000")
         assert [done.seq for done in first + second] == list(range(1, 2001))
-        assert single == Published(2001, False)
+        assert single == Published(2011, False)
         assert publisher.batches.refused == 0
         stored = await read_all(bus)
-        assert numbers(stored) == list(range(2001))
+        assert numbers(stored) == [*range(2000), *range(3000, 3010), 2000]
         assert stored[42].headers["N"] == "42"
 
 

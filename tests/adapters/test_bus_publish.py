@@ -6,6 +6,7 @@ from collections import defaultdict
 import msgspec
 import pytest
 
+from sandbox.servers import NatsServer
 from schema.subjects import StreamSpec
 from services.kit.bus import Bus, BusError, Published, TooLarge, Unavailable, WrongLast
 from services.kit.bus_types import MSG_ID
@@ -224,6 +225,8 @@ async def test_oversize_message_is_refused_before_it_harms_the_connection(nats_u
         size = caught.value.limit - 400
         with pytest.raises(TooLarge):  # headers count
             await publisher.publish("t.a", b"x" * size, {"H": "y" * 500}, msg_id="2")
+        with pytest.raises(TooLarge):  # as bytes
+            await publisher.publish("t.a", b"x" * size, {"H": "ü" * 200}, msg_id="2")
         assert (await publisher.publish("t.a", b"x" * size, {}, msg_id="3")).seq == 1
         assert publisher.pending == 0
     assert states == [True]
@@ -303,6 +306,17 @@ async def test_foreign_stream_on_the_subject_is_an_error(nats_url: str) -> None:
         await bus.ensure_stream(other)
         with pytest.raises(BusError, match="expected stream does not match"):
             await publisher.publish("o.a", b"1", {}, msg_id="1")
+
+
+async def test_smaller_limit_after_a_restart_is_found_out() -> None:
+    """What the new server cannot take fails, instead of ending its connections for ever."""
+    async with NatsServer() as roomy, connected(roomy.url) as bus, publishing(bus) as publisher:
+        await roomy.halt()
+        await eventually(lambda: not bus.connected)
+        work = publisher.submit("t.a", b"x" * 200_000, {}, msg_id="1")
+        async with NatsServer(port=roomy.port, max_payload=100_000):
+            with pytest.raises(TooLarge, match="max_payload of 100000"):
+                await asyncio.wait_for(work, 10)
 
 
 async def test_deadline_ends_a_publish_and_not_the_publisher(nats_server: Server) -> None:
