@@ -26,6 +26,7 @@ from services.kit.kube_errors import (
     CredentialsError,
     Forbidden,
     Gone,
+    Idle,
     Invalid,
     KubeError,
     NotFound,
@@ -46,6 +47,7 @@ __all__ = [
     "CredentialsError",
     "Forbidden",
     "Gone",
+    "Idle",
     "Invalid",
     "Kube",
     "KubeError",
@@ -225,9 +227,11 @@ class Kube:
     ) -> AsyncGenerator[list[WatchEvent], None]:
         """What happened after `resource_version`, in batches as they arrive.
 
+        The first batch is empty and says that the server took the request.
         Ends when the server closes the stream. Raises Gone when the version has aged (both as a
-        status and as an ERROR event), Unavailable when the connection broke or was silent for
-        `idle_s`, and the KubeError of any other ERROR event; events before it were yielded.
+        status and as an ERROR event), Idle when the stream was silent for `idle_s`, Unavailable
+        when the connection broke, and the KubeError of any other ERROR event; events before it were
+        yielded.
         """
         query = {
             **(params or {}),
@@ -242,7 +246,8 @@ class Kube:
         headers = {"Accept-Encoding": "identity"}  # gzip would hold small events back
         lines = LineSplitter()
         async with self._response("GET", path, query, limits=limits, headers=headers) as response:
-            async for chunk in response.content.iter_any():
+            yield []
+            while chunk := await _chunk(response, path, idle_s):
                 events, error = _events(lines.feed(chunk), path)
                 if events:
                     yield events
@@ -437,6 +442,14 @@ class LineSplitter:
             if self.pending > self._limit:
                 raise Unavailable(f"a watch line of more than {self._limit} bytes is no event")
         return lines
+
+
+async def _chunk(response: aiohttp.ClientResponse, path: str, idle_s: float) -> bytes:
+    """What has come, b"" at the end of the stream; Idle when nothing comes."""
+    try:
+        return await response.content.readany()
+    except TimeoutError as error:
+        raise Idle(f"GET {path}: nothing came for {idle_s:g} s", reason="Idle") from error
 
 
 def _events(lines: list[bytes], path: str) -> tuple[list[WatchEvent], KubeError | None]:

@@ -81,6 +81,10 @@ class Unavailable(KubeError):
     """No answer, or one that says nothing about the request: try again later."""
 
 
+class Idle(Unavailable):
+    """A watch on which nothing at all came for its idle limit: it may be dead."""
+
+
 class CredentialsError(KubeError):
     """The kubeconfig, the service account or the exec plugin can't be used as it is."""
 

@@ -30,6 +30,7 @@ from schema import events, subjects
 from services.kit.config import WatcherSettings
 from services.kit.kube import (
     Gone,
+    Idle,
     Kube,
     KubeError,
     NotFound,
@@ -271,17 +272,21 @@ class Follower:
         backoff, failures = Backoff(0.1, 10.0), 0
         while True:
             began, before = time.monotonic(), version
-            how = "closed"
             try:
-                async with aclosing(self._open(scope, version)) as batches:
-                    async for batch in batches:
-                        self._touch()
-                        version = self._take(batch, version)
-                        failures = 0
-                        await self._publishing.room()
-                self._touch()
+                how = "closed"
+                try:
+                    async with aclosing(self._open(scope, version)) as batches:
+                        async for batch in batches:
+                            self._touch()
+                            self._report(self.plural, "")
+                            version = self._take(batch, version)
+                            await self._publishing.room()
+                except Idle as idle:
+                    how = "idle"
+                    log.info("watcher.watch.idle", plural=self.plural, why=idle.message)
                 if version == before:
                     await self._check_version(scope, version)
+                self._touch()
                 self._report(self.plural, "")
                 failures = 0
             except Gone:
@@ -289,9 +294,7 @@ class Follower:
             except (NotFound, Relist):
                 raise
             except (KubeError, reading.Unreadable) as error:
-                how, failures = "broken", failures + 1
-                if version != before:
-                    failures = 1
+                how, failures = "broken", 1 if version != before else failures + 1
                 await self._broken(scope, version, failures, backoff, error)
             _watches.labels(self.plural, how).inc()
             if version != before:

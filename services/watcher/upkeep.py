@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
 import structlog
 from prometheus_client import Counter
 
 from schema import events, subjects
-from services.kit.bus import Bus, BusError, StreamMissing
+from services.kit.bus import Bus, BusError, StreamMissing, StreamState
 from services.watcher import core
 from services.watcher.listing import Follower
 from services.watcher.publishing import STREAM, Publishing
@@ -99,7 +99,11 @@ async def _adopt(bus: Bus, publishing: Publishing, foreign: list[int]) -> None:
 
 
 class Republisher:
-    """Says everything once more in each period, spread evenly, at a bounded rate."""
+    """Says everything once more in each period, spread evenly, at a bounded rate.
+
+    The oldest fact goes first, so a watcher that is restarted more often than the period starves
+    none.
+    """
 
     def __init__(
         self, bus: Bus, publishing: Publishing, followers: list[Follower], period_s: float
@@ -122,31 +126,41 @@ class Republisher:
     async def _round(self) -> None:
         clock = asyncio.get_running_loop().time
         began = clock()
-        total = sum(len(self._publishing.known(f.plural)) for f in self._followers)
-        first_seq = (await self._bus.stream_state(STREAM)).first_seq
-        for done, (plural, subject) in enumerate(self._everything()):
-            while done >= min(total * (clock() - began) / self._period, RATE * (clock() - began)):
+        state = await self._bus.stream_state(STREAM)
+        aging = self._oldest_first()
+        for done, subject in enumerate(aging):
+            while done >= int(
+                min(len(aging) * (clock() - began) / self._period, RATE * (clock() - began))
+            ):
                 await asyncio.sleep(self._tick)
-            await self._repeat(plural, subject, first_seq)
+            await self._repeat(subject, state)
         await asyncio.sleep(max(self._tick, began + self._period - clock()))
         await self._repeat_marks()
 
-    def _everything(self) -> Iterator[tuple[str, str]]:
-        for follower in self._followers:
-            for subject in list(self._publishing.known(follower.plural)):
-                yield follower.plural, subject
+    def _oldest_first(self) -> list[str]:
+        found = [
+            (known.seq, subject)
+            for follower in self._followers
+            for subject, known in self._publishing.known(follower.plural).items()
+        ]
+        found.sort()
+        return [subject for _, subject in found]
 
-    async def _repeat(self, plural: str, subject: str, first_seq: int) -> None:
+    async def _repeat(self, subject: str, before: StreamState) -> None:
+        """Repeat one fact, unless it is from after the round began."""
+        ref = subjects.subject_ref(subject)
+        assert ref is not None  # marks are not among what is known
+        plural = ref.plural
         known = self._publishing.known(plural).get(subject)
-        if known is None:
+        if known is None or known.seq > before.last_seq:
             return
         if known.gone:
-            if known.seq < first_seq:  # nobody can read the tombstone any more
+            if known.seq < before.first_seq:  # nobody can read the tombstone any more
                 self._publishing.forget(plural, subject)
             return
         await self._publishing.room()
         seq = known.seq
-        message = await self._bus.get(STREAM, seq) if seq >= first_seq else None
+        message = await self._bus.get(STREAM, seq) if seq >= before.first_seq else None
         if message is not None:
             self._publishing.repeat(plural, subject, message)
             _repeated.inc()

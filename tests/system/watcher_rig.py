@@ -82,25 +82,28 @@ class Watching:
         await eventually(done, timeout, message=f"{count} complete lists of each kind")
 
 
-async def log(bus: Bus, *filters: str) -> list[Fact]:
-    """Every message of the stream so far, in order."""
+async def log(bus: Bus, pattern: str = "kube.>") -> list[Fact]:
+    """Every message of the stream so far, in order: of one subject, or of a branch."""
     try:
         state = await bus.stream_state("KUBE")
     except (StreamMissing, Unavailable):
         return []
     if not state.messages:
         return []
-    puller = bus.puller("KUBE", start_seq=max(1, state.first_seq), filters=filters, name="test")
-    found: list[Fact] = []
+    puller = bus.puller("KUBE", start_seq=state.first_seq, name="test")
+    found: list[Message] = []
     try:
-        while not found or found[-1].seq < state.last_seq:
-            batch = await puller.fetch(500, 0.15 if filters else 5.0)
-            if not batch:
-                break
-            found += [Fact(message) for message in batch if message.seq <= state.last_seq]
+        async with asyncio.timeout(20):
+            while not found or found[-1].seq < state.last_seq:
+                found += await puller.fetch(500, 5.0)
     finally:
         await puller.close()
-    return found
+    branch = pattern.removesuffix(">")
+    return [
+        Fact(message)
+        for message in found
+        if message.subject == pattern or (branch != pattern and message.subject.startswith(branch))
+    ]
 
 
 async def facts_of(bus: Bus, resource: Resource, namespace: str, name: str) -> list[Fact]:
