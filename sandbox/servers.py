@@ -149,7 +149,10 @@ class _Server(ABC):
 
 
 class NatsServer(_Server):
-    """JetStream on files. `sync_always`: acknowledge only what is on disk."""
+    """JetStream on files. `sync_always`: acknowledge only what is on disk.
+
+    `config` are further lines of its configuration file.
+    """
 
     _name = "nats-server"
     _store = "jetstream"
@@ -163,10 +166,12 @@ class NatsServer(_Server):
         sync_always: bool = False,
         *,
         max_payload: int = 1024 * 1024,
+        config: str = "",
     ) -> None:
         super().__init__(state_dir, port)
         self._sync_always = sync_always
         self._max_payload = max_payload
+        self._config_more = config
         # How we know that what answers on the port is this server, and not another's.
         self._identity = f"lbledger-{os.getpid()}-{id(self):x}"
 
@@ -194,7 +199,10 @@ class NatsServer(_Server):
             "jetstream {",
             f"  store_dir: {json.dumps(str(store.parent))}",
             "  sync_interval: always" if self._sync_always else "",
+            # Streams reserve their max_bytes; the usual limit is three quarters of the free disk.
+            "  max_file_store: 1TB",
             "}",
+            self._config_more,
         ]
         return "\n".join(line for line in lines if line) + "\n"
 

@@ -15,6 +15,7 @@ import asyncpg
 import nats
 import pytest
 
+from services.kit.migrate import upgrade
 from tests import infra
 
 _numbers = itertools.count(1)
@@ -78,7 +79,7 @@ def database_template(shared_postgres: infra.Server) -> Iterator[str]:
     """The name of a database with every migration applied, made once per run."""
     name = f"test_template_{os.getpid()}"
     asyncio.run(_execute(shared_postgres.url, f'create database "{name}"'))
-    infra.migrate(_with_database(shared_postgres.url, name))
+    upgrade(_with_database(shared_postgres.url, name))
     yield name
     asyncio.run(_execute(shared_postgres.url, f'drop database "{name}" with (force)'))
 

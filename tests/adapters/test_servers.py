@@ -18,9 +18,11 @@ from tests.waiting import eventually
 
 SLEEPER = """
 import asyncio, sys
+from pathlib import Path
 from sandbox.servers import NatsServer, PostgresServer
 async def main():
-    nats, postgres = NatsServer(), PostgresServer(durable=False)
+    state = Path(sys.argv[1])
+    nats, postgres = NatsServer(state / "n"), PostgresServer(state / "p", durable=False)
     await nats.start(); await postgres.start()
     print(nats.pid, postgres.pid, flush=True)
     await asyncio.sleep(600)
@@ -157,15 +159,20 @@ async def test_many_at_once_share_one_template() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals are Linux's")
 async def test_servers_die_with_a_killed_parent() -> None:
     """SIGKILL of the process that started them leaves no server behind."""
-    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", SLEEPER, stdout=PIPE)
+    folder = pgtemplate.scratch_folder(pgtemplate.postgres_user(), "lbledger-test-")
+    argv = [sys.executable, "-c", SLEEPER, str(folder)]
+    parent = await asyncio.create_subprocess_exec(*argv, stdout=PIPE)
     try:
         assert parent.stdout is not None
         pids = [int(pid) for pid in (await parent.stdout.readline()).split()]
         assert len(pids) == 2
-    finally:
         parent.kill()
+        await eventually(lambda: not any(map(_alive, pids)), message=f"end of {pids}")
+    finally:
+        if parent.returncode is None:
+            parent.kill()
         await parent.communicate()
-    await eventually(lambda: not any(map(_alive, pids)), message=f"end of {pids}")
+        shutil.rmtree(folder)
 
 
 async def test_failed_start_gives_the_servers_last_words() -> None:
