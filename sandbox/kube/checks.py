@@ -26,6 +26,9 @@ from sandbox.kube.errors import (
 from sandbox.kube.fields import MISSING
 from sandbox.kube.schema import Schema
 
+#: The Python types that need no second look.
+_EXACT = {"string": str, "integer": int, "boolean": bool, "object": dict, "array": list}
+
 
 def type_name(value: Any) -> str:
     """The JSON type of a value, as an error text calls it."""
@@ -63,7 +66,7 @@ def check(value: Any, schema: Schema, path: str, old: Any = MISSING) -> Iterator
     """
     if (value is None and schema.nullable) or (old is not MISSING and value == old):
         return
-    if schema.type and not _fits(value, schema.type):
+    if schema.type and type(value) is not _EXACT.get(schema.type) and not _fits(value, schema.type):
         found = type_name(value)
         wanted = "integer,string" if schema.type == "int-or-string" else schema.type
         yield wrong_type(path, found, f'{path} in body must be of type {wanted}: "{found}"')
@@ -82,7 +85,8 @@ def check(value: Any, schema: Schema, path: str, old: Any = MISSING) -> Iterator
             pass
         case int() | float():
             yield from _number(value, schema, path)
-    yield from _combined(value, schema, path)
+    if schema.combined:
+        yield from _combined(value, schema, path)
 
 
 def _object(

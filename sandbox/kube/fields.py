@@ -149,33 +149,32 @@ def merge(live: Any, config: Any, schema: Schema) -> Any:
 
 
 def _merge_lists(live: list[Any], config: list[Any], schema: Schema) -> list[Any]:
-    """Items in the order of `config`; what only `live` has keeps its place before its successor."""
+    """Both lists in one: shared items in the order of `config`, the rest where they stood."""
     left, right = indexed(live, schema), indexed(config, schema)
-    order = [name for name in right if name in left]
+    mine, theirs = list(left), list(right)
+    shared = [name for name in theirs if name in left]
     merged: list[Any] = []
-    waiting = list(left.items())
     at = 0
-    for name, item in right.items():
+    for name in theirs:
+        # What only `live` has goes first, up to the next item that both have.
+        while at < len(mine) and not (shared and mine[at] == shared[0]):
+            if mine[at] not in right:
+                merged.append(left[mine[at]])
+            at += 1
+        item = right[name]
         if name in left:
-            order.pop(0)
-            # Take over what stands before the shared item and belongs to `live` alone.
-            while at < len(waiting) and waiting[at][0] != name:
-                if waiting[at][0] not in right:
-                    merged.append(waiting[at][1])
-                elif waiting[at][0] in order:
-                    break
-                at += 1
-            if at < len(waiting) and waiting[at][0] == name:
-                at += 1
             item = merge(left[name], item, schema.element())
+            shared.remove(name)
+            if at < len(mine) and mine[at] == name:
+                at += 1
         merged.append(item)
-    merged.extend(item for name, item in waiting[at:] if name not in right)
+    merged.extend(left[name] for name in mine[at:] if name not in right)
     return merged
 
 
-def remove(value: Any, paths: Paths, schema: Schema) -> Any:
-    """`value` without the paths; a map or list that becomes empty goes with them."""
-    return _remove(value, _tree(paths), schema)
+def remove(value: Any, paths: Paths, schema: Schema, keep: Paths | None = None) -> Any:
+    """`value` without the paths; a map or list that becomes empty goes too, unless in `keep`."""
+    return _remove(value, _tree(paths), schema, (), keep or set())
 
 
 Tree = dict[str, Any]
@@ -192,34 +191,34 @@ def _tree(paths: Iterable[Path]) -> Tree:
     return tree
 
 
-def _remove(value: Any, tree: Tree, schema: Schema) -> Any:
+def _remove(value: Any, tree: Tree, schema: Schema, path: Path, keep: Paths) -> Any:
     if isinstance(value, dict) and not schema.atomic_map:
-        kept = {}
-        for name, item in value.items():
-            below = tree.get("f:" + name)
-            if below is not None:
-                if _HERE in below:
-                    continue
-                shorter = _remove(item, below, schema.child(name))
-                if shorter is MISSING:
-                    continue
-                item = shorter
-            kept[name] = item
-        return kept if kept or not value else MISSING
+        named = [("f:" + name, name, item, schema.child(name)) for name, item in value.items()]
+        left = _left(named, tree, path, keep)
+        return dict(left) if left or not value or path in keep else MISSING
     if isinstance(value, list) and schema.list_type != "atomic":
-        items = []
-        for item in value:
-            below = tree.get(element_of(item, schema))
-            if below is not None:
-                if _HERE in below:
-                    continue
-                shorter = _remove(item, below, schema.element())
-                if shorter is MISSING:
-                    continue
-                item = shorter
-            items.append(item)
-        return items if items or not value else MISSING
+        below = schema.element()
+        items = [(element_of(item, schema), "", item, below) for item in value]
+        left = _left(items, tree, path, keep)
+        return [item for _, item in left] if left or not value or path in keep else MISSING
     return value
+
+
+def _left(
+    items: list[tuple[str, str, Any, Schema]], tree: Tree, path: Path, keep: Paths
+) -> list[tuple[str, Any]]:
+    """What is left of the items of a map or list, by name."""
+    left = []
+    for element, name, item, schema in items:
+        below = tree.get(element)
+        if below is not None:
+            if _HERE in below:
+                continue
+            item = _remove(item, below, schema, (*path, element), keep)
+            if item is MISSING:
+                continue
+        left.append((name, item))
+    return left
 
 
 def named_members(paths: Paths, schema: Schema) -> Paths:

@@ -215,7 +215,7 @@ def _taken_away(merged: Any, last: Paths, claims: Claims, schema: Schema) -> Any
     lost = everything - kept - owned
     # Only what this manager itself had set may go.
     lost &= fields.named_members(last, schema)
-    pruned = fields.remove(merged, lost, schema)
+    pruned = fields.remove(merged, lost, schema, keep=owned)
     return {} if pruned is fields.MISSING else pruned
 
 

@@ -68,6 +68,11 @@ def _compiled(rule: str) -> Any:
     return _environment().compile(rule)
 
 
+@lru_cache(maxsize=2048)
+def _is_transition(rule: str) -> bool:
+    return _OLD.search(rule) is not None
+
+
 def faults_of(raw: Any, where: str) -> Iterator[FieldError]:
     """What is wrong with the rules of one node of a CRD's schema."""
     for index, rule in enumerate(raw.get("x-kubernetes-validations") or ()):
@@ -124,7 +129,7 @@ def _evaluate(value: Any, old: Any, schema: Schema, path: str) -> Iterator[Field
         data["oldSelf"] = _shown(old, schema)
     activation = _environment().Activation(data)
     for rule in schema.rules:
-        if old is MISSING and _OLD.search(rule["rule"]):
+        if old is MISSING and _is_transition(rule["rule"]):
             continue
         result = _compiled(rule["rule"]).eval(activation)
         if result.value() is True:

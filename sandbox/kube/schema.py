@@ -19,7 +19,6 @@ _CEL_WORDS = (
 )
 RESERVED = frozenset(_CEL_WORDS.split())
 MARKS = {"__": "underscores", ".": "dot", "-": "dash", "/": "slash"}
-_SCALARS = ("string", "integer", "number", "boolean")
 
 
 class Schema:
@@ -29,6 +28,7 @@ class Schema:
         "additional",
         "atomic_map",
         "closed",
+        "combined",
         "default",
         "embedded",
         "has_defaults",
@@ -42,7 +42,6 @@ class Schema:
         "raw",
         "ruled",
         "rules",
-        "scalar",
         "translated",
         "type",
     )
@@ -72,7 +71,7 @@ class Schema:
         self.patch_replace = raw.get("x-kubernetes-patch-strategy") == "replace"
         self.default: Any = raw.get("default")
         self.rules: list[Mapping[str, Any]] = list(raw.get("x-kubernetes-validations", ()))
-        self.scalar = self.type in _SCALARS or self.type == "int-or-string"
+        self.combined = any(word in raw for word in ("allOf", "anyOf", "oneOf", "not"))
         self.has_defaults: bool = self.default is not None or any(
             child.has_defaults for child in self.children()
         )
