@@ -46,6 +46,7 @@ _MAX_PAGES = 100_000
 _LEAST_DELAY_S = 0.02
 
 T = TypeVar("T")
+R = TypeVar("R", PublicAddress, LoadBalancer, NatGateway)
 
 
 async def connect(settings: ProviderSettings) -> "AzureProvider":
@@ -190,19 +191,16 @@ class AzureProvider:
         doc = await self._put(
             self._sdk.public_ip_addresses, "put_public_ip", wanted.name, body, if_match, request_id
         )
-        return wire.public_ip_from(doc)
+        return _understood("put_public_ip", wire.public_ip_from, doc, Unknown)
 
     async def get_public_ip(self, name: str) -> PublicAddress | None:
         """See the port."""
         doc = await self._get(self._sdk.public_ip_addresses, "get_public_ip", name)
-        return wire.public_ip_from(doc) if doc else None
+        return _understood("get_public_ip", wire.public_ip_from, doc, Unreadable) if doc else None
 
     async def list_public_ips(self) -> list[PublicAddress]:
         """See the port."""
-        return [
-            wire.public_ip_from(doc)
-            for doc in await self._list_kind("list_public_ips", wire.PUBLIC_IPS)
-        ]
+        return await self._list_kind("list_public_ips", wire.PUBLIC_IPS, wire.public_ip_from)
 
     async def delete_public_ip(self, name: str, *, request_id: str = "") -> None:
         """See the port."""
@@ -218,19 +216,22 @@ class AzureProvider:
         doc = await self._put(
             self._sdk.load_balancers, "put_load_balancer", wanted.name, body, if_match, request_id
         )
-        return wire.load_balancer_from(doc)
+        return _understood("put_load_balancer", wire.load_balancer_from, doc, Unknown)
 
     async def get_load_balancer(self, name: str) -> LoadBalancer | None:
         """See the port."""
         doc = await self._get(self._sdk.load_balancers, "get_load_balancer", name)
-        return wire.load_balancer_from(doc) if doc else None
+        return (
+            _understood("get_load_balancer", wire.load_balancer_from, doc, Unreadable)
+            if doc
+            else None
+        )
 
     async def list_load_balancers(self) -> list[LoadBalancer]:
         """See the port."""
-        return [
-            wire.load_balancer_from(doc)
-            for doc in await self._list_kind("list_load_balancers", wire.LOAD_BALANCERS)
-        ]
+        return await self._list_kind(
+            "list_load_balancers", wire.LOAD_BALANCERS, wire.load_balancer_from
+        )
 
     async def delete_load_balancer(self, name: str, *, request_id: str = "") -> None:
         """See the port."""
@@ -246,19 +247,19 @@ class AzureProvider:
         doc = await self._put(
             self._sdk.nat_gateways, "put_nat_gateway", wanted.name, body, if_match, request_id
         )
-        return wire.nat_gateway_from(doc, self._ids)
+        return _understood("put_nat_gateway", self._nat_gateway, doc, Unknown)
 
     async def get_nat_gateway(self, name: str) -> NatGateway | None:
         """See the port."""
         doc = await self._get(self._sdk.nat_gateways, "get_nat_gateway", name)
-        return wire.nat_gateway_from(doc, self._ids) if doc else None
+        return _understood("get_nat_gateway", self._nat_gateway, doc, Unreadable) if doc else None
 
     async def list_nat_gateways(self) -> list[NatGateway]:
         """See the port."""
-        return [
-            wire.nat_gateway_from(doc, self._ids)
-            for doc in await self._list_kind("list_nat_gateways", wire.NAT_GATEWAYS)
-        ]
+        return await self._list_kind("list_nat_gateways", wire.NAT_GATEWAYS, self._nat_gateway)
+
+    def _nat_gateway(self, doc: wire.Doc) -> NatGateway:
+        return wire.nat_gateway_from(doc, self._ids)
 
     async def delete_nat_gateway(self, name: str, *, request_id: str = "") -> None:
         """See the port."""
@@ -334,13 +335,12 @@ class AzureProvider:
         except NotFound:
             return None
 
-    async def _list_kind(self, op: str, kind: str) -> list[wire.Doc]:
-        def read(raw: msgspec.Raw) -> wire.Doc:
-            doc: wire.Doc = msgspec.json.decode(raw)
-            return doc
+    async def _list_kind(self, op: str, kind: str, read: Callable[[wire.Doc], R]) -> list[R]:
+        def decode(raw: msgspec.Raw) -> R:
+            return _understood(op, read, msgspec.json.decode(raw), Unreadable)
 
-        found = await self._list(op, f"{self._ids.base}/{kind}", read)
-        return sorted(found, key=lambda doc: str(doc.get("name", "")).lower())
+        found = await self._list(op, f"{self._ids.base}/{kind}", decode)
+        return sorted(found, key=lambda resource: resource.name)
 
     async def _gateway_exists(self, op: str) -> bool:
         """Whether a 404 was about an entry and not about the gateway itself."""
@@ -354,6 +354,16 @@ class AzureProvider:
             "api_version": self._settings.api_version,
             "polling_interval": self._settings.poll_interval,
         }
+
+
+def _understood(
+    op: str, read: Callable[[wire.Doc], T], doc: wire.Doc, otherwise: type[ProviderError]
+) -> T:
+    """A resource from its document; an error where the document is not like one."""
+    try:
+        return read(doc)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise otherwise(op, f"the provider's answer is not understood: {error!r}") from error
 
 
 def _raw(response: Any, _deserialized: Any, _headers: Any) -> wire.Doc:

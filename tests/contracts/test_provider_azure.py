@@ -458,6 +458,27 @@ class TestStrangeProviders:
         with pytest.raises(Unknown, match="without a link"):
             await self.ask(lambda _: web.Response(status=202), CHANGES["update_services"])
 
+    async def test_resources_that_are_none(self) -> None:
+        """A document without a name is an error: of a change it leaves the outcome open."""
+        calls: dict[str, Call] = {
+            "get_public_ip": lambda p: p.get_public_ip("a"),
+            "get_load_balancer": lambda p: p.get_load_balancer("a"),
+            "get_nat_gateway": lambda p: p.get_nat_gateway("a"),
+        }
+        for call in calls.values():
+            with pytest.raises(Unreadable):
+                await self.ask(lambda _: web.json_response({"properties": {"ipAddress": 1}}), call)
+        with pytest.raises(Unknown):
+            await self.ask(lambda _: web.json_response({"nme": 1}), CHANGES["put_public_ip"])
+        entry = {
+            "name": "x",
+            "properties": {"loadBalancingRules": [{"properties": {"protocol": "Tcp"}}]},
+        }
+        with pytest.raises(Unreadable):
+            await self.ask(
+                lambda _: web.json_response({"value": [entry]}), lambda p: p.list_load_balancers()
+            )
+
     @pytest.mark.parametrize(
         "body", [b"", b"[]", b"{}", b'{"value": null}', b'{"value": [{"nme": 1}]}', b"nonsense"]
     )
