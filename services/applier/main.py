@@ -68,6 +68,7 @@ class Applier:
         self._forms()
         self._synced()
         self.state.resume()
+        self.committed()
 
     def apply(self, record: Record, work: Work) -> None:
         self.state.cause = record.cause
