@@ -47,6 +47,7 @@ class Stack:
         nats_port: int = 0,
         crds: bool = True,
         settings: Mapping[str, str] | None = None,
+        per_service: Mapping[str, Mapping[str, str]] | None = None,
         services: tuple[str, ...] = SERVICES,
         echo: bool = False,
         say: Callable[[str], None] = lambda text: None,
@@ -58,6 +59,7 @@ class Stack:
         self._nats_port = nats_port
         self._crds = crds
         self._settings = dict(settings or {})
+        self._per_service = dict(per_service or {})
         self._services = services
         self._echo = echo
         self._say = say
@@ -114,8 +116,9 @@ class Stack:
     # --- parts ---
 
     async def _start_servers(self) -> None:
-        nats_url = os.environ.get("LBLEDGER_NATS_URL", "")
-        database_url = os.environ.get("LBLEDGER_DATABASE_URL", "")
+        given = {**os.environ, **self._settings}
+        nats_url = given.get("LBLEDGER_NATS_URL", "")
+        database_url = given.get("LBLEDGER_DATABASE_URL", "")
         if not nats_url:
             port = self._nats_port if self._nats_port and _is_free(self._nats_port) else 0
             nats = NatsServer(None if self._temporary else self.state / "nats", port)
@@ -191,13 +194,12 @@ class Stack:
         return await self._run_cli(*argv)
 
     async def _run_cli(self, *argv: str) -> str:
-        return await _output(
-            [sys.executable, "-m", "services.cli", *argv], self._environment(), True
-        )
+        command = [sys.executable, "-m", "services.cli", *argv]
+        return await _output(command, self._environment(argv[0]), True)
 
-    def _environment(self, name: str = "") -> dict[str, str]:
-        env = {**os.environ, **self.env}
-        if name:
+    def _environment(self, name: str) -> dict[str, str]:
+        env = {**os.environ, **self.env, **self._per_service.get(name, {})}
+        if name in self._services:
             env["LBLEDGER_HEALTH_PORT"] = str(self._health_port(name))
         return env
 

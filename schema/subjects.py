@@ -40,8 +40,8 @@ class StreamSpec(msgspec.Struct, frozen=True, kw_only=True):
     compression: str = "s2"
 
 
-KUBE = StreamSpec(name="KUBE", subjects=("kube.>",), max_age_s=14 * DAY_S, max_bytes=16 << 30)
-LB = StreamSpec(name="LB", subjects=("lb.>",), max_age_s=90 * DAY_S, max_bytes=16 << 30)
+KUBE = StreamSpec(name="KUBE", subjects=("kube.>",), max_age_s=14 * DAY_S, max_bytes=4 << 30)
+LB = StreamSpec(name="LB", subjects=("lb.>",), max_age_s=90 * DAY_S, max_bytes=4 << 30)
 STREAMS: Final = {spec.name: spec for spec in (KUBE, LB)}
 
 

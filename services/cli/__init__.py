@@ -139,7 +139,7 @@ def pool_list(as_json: Json = False) -> None:
 @pool_app.command("show")
 def pool_show(name: str, as_json: Json = False) -> None:
     """One pool: use, holders, waiting owners."""
-    _call("services.cli.looking", "pool_show", name, as_json)
+    _call("services.cli.ledgers", "pool_show", name, as_json)
 
 
 @app.command()
@@ -150,7 +150,7 @@ def leases(
     as_json: Json = False,
 ) -> None:
     """Which address was held by whom, now or at any past moment."""
-    _call("services.cli.looking", "leases", at, address, owner, as_json)
+    _call("services.cli.ledgers", "leases", at, address, owner, as_json)
 
 
 @app.command()
@@ -169,7 +169,7 @@ def events(
 @nrp_app.command("status")
 def nrp_status(as_json: Json = False) -> None:
     """Whether the provider is in step; what is pending, failing or unknown."""
-    _call("services.cli.looking", "nrp_status", as_json)
+    _call("services.cli.ledgers", "nrp_status", as_json)
 
 
 def main() -> None:

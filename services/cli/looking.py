@@ -1,23 +1,17 @@
-"""The commands that show state: load balancers and pools from the log, leases from the ledger."""
+"""The commands that show load balancers and pools, from the last events of the log."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from schema import events, names, objects, subjects
 from schema.subjects import ObjectRef
-from services.cli import printing, reading, session
+from services.cli import printing, reading
 from services.cli.reading import Entry
 from services.kit.bus import Bus
-from services.kit.config import ConfigError, public_url
 
-T = TypeVar("T")
 OUR_CLASSES = (names.POOL_CLASS, names.NRP_CLASS)
 
 
@@ -134,7 +128,7 @@ def lb_list(namespace: str, as_json: bool) -> int:
     printing.table(
         ["NAME", "ADDRESS", "POOL", "HEALTHY", "READY", "REASON"],
         [
-            [_label(one), one.address, one.pool, _health(one), one.ready, _reason(one)]
+            [label(one), one.address, one.pool, _health(one), one.ready, _reason(one)]
             for one in found
         ],
     )
@@ -160,7 +154,7 @@ def lb_show(name: str, as_json: bool) -> int:
     printing.table(
         ["FIELD", "VALUE"],
         [
-            ["name", _label(one)],
+            ["name", label(one)],
             ["address", one.address],
             ["pool", one.pool],
             ["healthy", _health(one)],
@@ -219,7 +213,7 @@ def _short(one: Balancer) -> dict[str, Any]:
     return dict(plain)
 
 
-def _label(one: Balancer) -> str:
+def label(one: Balancer) -> str:
     prefix = "services/" if one.kind == "Service" else ""
     return f"{prefix}{one.namespace}/{one.name}"
 
@@ -292,36 +286,3 @@ def _range(item: objects.PoolRange) -> str:
     if item.range_start or item.range_end:
         return f"{item.range_start or item.subnet}-{item.range_end or item.subnet}"
     return item.subnet
-
-
-# --- what only the databases know ---
-
-
-def query(job: Callable[[AsyncConnection], Awaitable[T]]) -> T:
-    """Run one read on the database; ConfigError says in one line why it can't be."""
-    from services.kit import db
-
-    settings = session.settings().database
-
-    async def main() -> T:
-        engine = db.create_engine(settings, application="cli")
-        try:
-            async with asyncio.timeout(15), engine.connect() as conn:
-                return await job(conn)
-        except Exception as error:
-            raise ConfigError(
-                f"can't read {public_url(settings.url.reveal())}: {db.plain_error(error)}"
-            ) from error
-        finally:
-            await engine.dispose()
-
-    return asyncio.run(main())
-
-
-def parse_time(text: str) -> datetime:
-    """RFC 3339, UTC where no zone is given; raises ConfigError."""
-    try:
-        at = datetime.fromisoformat(text)
-    except ValueError as error:
-        raise ConfigError(f"--at {text!r}: write a time like 2026-11-30T12:00:00Z") from error
-    return at if at.tzinfo else at.replace(tzinfo=UTC)

@@ -57,6 +57,11 @@ class NatsSettings(Section, frozen=True, kw_only=True):
     credentials: str = ""  # path of a .creds file
     tls_ca: str = ""
     replicas: int = 1  # of each stream
+    # Retention; 0 keeps the default. The server reserves max_bytes of each stream on its disk.
+    kube_max_age_s: float = 0.0  # 14 days
+    kube_max_bytes: int = 0  # 4 GiB
+    lb_max_age_s: float = 0.0  # 90 days
+    lb_max_bytes: int = 0  # 4 GiB
 
 
 class DatabaseSettings(Section, frozen=True, kw_only=True):

@@ -47,8 +47,16 @@ class Runtime:
         return cls(name=name, settings=settings, health=Health(name))
 
     def stream(self, name: str) -> StreamSpec:
-        """The definition of a stream with this installation's number of replicas."""
-        return msgspec.structs.replace(STREAMS[name], replicas=self.settings.nats.replicas)
+        """The definition of a stream with this installation's replicas and retention."""
+        nats, spec = self.settings.nats, STREAMS[name]
+        age = {"KUBE": nats.kube_max_age_s, "LB": nats.lb_max_age_s}[name]
+        size = {"KUBE": nats.kube_max_bytes, "LB": nats.lb_max_bytes}[name]
+        return msgspec.structs.replace(
+            spec,
+            replicas=nats.replicas,
+            max_age_s=age or spec.max_age_s,
+            max_bytes=size or spec.max_bytes,
+        )
 
     async def bus(self) -> Bus:
         """The connection to NATS, waited for, shared by the whole process."""

@@ -14,7 +14,7 @@ depends_on = None
 def upgrade() -> None:
     op.execute("create extension if not exists btree_gist")
     for service in SERVICES:
-        op.execute(f"create schema {service}")
+        op.execute(f"create schema if not exists {service}")
     metadata.create_all(op.get_bind())
     for service in SERVICES:
         op.execute(sa.insert(service_tables(service).instance).values(one=True))
