@@ -3,7 +3,7 @@
 Runs behind the writes as the controllers of a real cluster do: an object whose owners are all
 gone is deleted (also when they were gone before it came), a foreground deletion waits for its
 dependents, an orphaning one releases them, and a terminating namespace is emptied before it
-disappears.
+disappears; so is a kind before its definition does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 from collections import deque
 from typing import Any
 
-from sandbox.kube.deletes import FOREGROUND, ORPHAN, Deleter
+from sandbox.kube.deletes import CLEANUP, FOREGROUND, ORPHAN, Deleter
 from sandbox.kube.lifecycle import is_done
 from sandbox.kube.resources import Object, Registry, Resource
 from sandbox.kube.schema import copy
@@ -20,6 +20,7 @@ from sandbox.kube.store import Change, Key, Store
 from sandbox.kube.writes import Writer
 
 Place = tuple[str, Key]
+_DEFINITIONS = "customresourcedefinitions.apiextensions.k8s.io"
 
 
 class Collector:
@@ -51,6 +52,8 @@ class Collector:
                     self._look_at(above)
             if metadata.get("namespace"):
                 self._look_at(("namespaces", ("", metadata["namespace"])))
+            # A collection of custom objects is called like its definition.
+            self._look_at((_DEFINITIONS, ("", collection)))
             return
         self._uids[metadata["uid"]] = place
         for owner in _owners(change.now.obj):
@@ -88,6 +91,8 @@ class Collector:
                 self._foreground(resource, key, found.obj)
             elif ORPHAN in finalizers:
                 self._orphan(resource, key, found.obj)
+            elif CLEANUP in finalizers:
+                self._clean(resource, key)
             elif resource.kind == "Namespace":
                 self._empty(key, found.obj)
             return
@@ -134,6 +139,16 @@ class Collector:
                 others = [owner for owner in _owners(found.obj) if owner["uid"] != uid]
                 self._set_owners(kind, below, found.obj, others)
         self._drop_finalizer(resource, key, ORPHAN)
+
+    def _clean(self, resource: Resource, key: Key) -> None:
+        """The end of a definition: first the objects of its kind go."""
+        kind = self._registry.by_collection(key[1])
+        objects = self._store.collection(key[1]).in_order(None)
+        for below, stored in objects:
+            if kind is not None and not stored.obj["metadata"].get("deletionTimestamp"):
+                self._delete(kind, below, "Background")
+        if not objects:
+            self._drop_finalizer(resource, key, CLEANUP)
 
     def _empty(self, key: Key, obj: Object) -> None:
         name = key[1]

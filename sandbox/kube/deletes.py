@@ -13,6 +13,8 @@ from sandbox.kube.writes import Writer
 
 FOREGROUND = "foregroundDeletion"
 ORPHAN = "orphan"
+#: Holds a CRD until the objects of its kind are gone.
+CLEANUP = "customresourcecleanup.apiextensions.k8s.io"
 _POLICIES = ("Foreground", "Background", "Orphan")
 
 
@@ -35,6 +37,8 @@ class Deleter:
             raise not_found(resource, name)
         _check_preconditions(resource, found, options.get("preconditions") or {})
         finalizers = _finalizers(found.obj, policy, options.get("orphanDependents"))
+        if resource.plural == "customresourcedefinitions" and CLEANUP not in finalizers:
+            finalizers.append(CLEANUP)
         held = bool(finalizers) or (
             resource.kind == "Namespace" and bool(found.obj["spec"].get("finalizers"))
         )
