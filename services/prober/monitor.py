@@ -9,18 +9,17 @@ take-over every backend starts from its verdict on record, and nothing flaps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from typing import Any, Final
+from datetime import UTC, datetime, timedelta
+from typing import Final
 
 import structlog
 from prometheus_client import Counter, Gauge, Histogram
 
 from schema.events import Backend
 from services.prober.checks import Engine, Outcome, Target
-from services.prober.core import Balancer, Hold, State, Verdict
+from services.prober.core import Hold, State, Verdict
 from services.prober.dialling import DialMap
-from services.prober.plan import Check
+from services.prober.plan import Check, Plan
 from services.prober.projection import Judgement
 from services.prober.verdicts import HEALTHY, UNHEALTHY, UNKNOWN, Opinion, OwnFault
 
@@ -41,19 +40,24 @@ EVERYTHING_FAILED: Final = (
     " prober's own network, the last verdicts stand"
 )
 
-Key = tuple[str, str, str]  # owner, uid, address
+
+LOOK: Final = timedelta(seconds=0.1)  # between two looks at what is held
+
+Key = tuple[str, str, int]  # uid, address and own port of a backend
 
 
-@dataclass(slots=True)
 class _Watched:
-    owner: str
-    uid: str
-    address: str
-    live: bool = False  # ready on record
-    opinion: Opinion = field(default_factory=Opinion)
-    targets: dict[tuple[Any, ...], Target] = field(default_factory=dict)
-    unmade: int = 0  # checks in a row that could not be made, for a reason of ours
-    unmade_why: str = ""
+    """A backend of one load balancer. Compared by identity; the fault guard samples it."""
+
+    __slots__ = ("address", "at", "live", "ok", "opinion", "owner", "targets", "uid", "unmade")
+
+    def __init__(self, owner: str, uid: str, address: str) -> None:
+        self.owner, self.uid, self.address = owner, uid, address
+        self.live = False  # ready on record
+        self.opinion = Opinion()
+        self.targets: tuple[Target, ...] = ()  # in the order of the opinion's checks
+        self.ok, self.at = False, 0.0  # the last result, and when that check was started
+        self.unmade = 0  # checks in a row that could not be made, for a reason of ours
 
 
 class Monitor:
@@ -65,7 +69,7 @@ class Monitor:
         submit: Callable[[Judgement], bool],
         make_engine: Callable[[Callable[[list[Outcome]], None]], Engine],
         dial: DialMap,
-        fault: OwnFault[Key],
+        fault: OwnFault[_Watched],
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._state = state
@@ -73,11 +77,11 @@ class Monitor:
         self._dial = dial
         self._fault = fault
         self._clock = clock
-        self._watched: dict[Key, _Watched] = {}
-        self._of_owner: dict[str, set[Key]] = {}
+        self._watched: dict[str, dict[Key, _Watched]] = {}  # by owner
         self._suspects: set[str] = set()  # owners with failures that are held
-        self._unmade: dict[str, dict[Key, str]] = {}  # owner -> what could not be checked, why
+        self._unmade: dict[str, dict[_Watched, str]] = {}  # owner -> what was not checked, why
         self._held: set[str] = set()  # owners that are held on record
+        self._looked = datetime.min.replace(tzinfo=UTC)
         self._total = 0
         self.engine = make_engine(self.take)
         self.running = False
@@ -87,18 +91,15 @@ class Monitor:
     def start(self) -> None:
         """Begin to check everything, from the verdicts on record."""
         self.running = True
-        for uid in [*self._state().balancers, *(self._of_owner.keys() - self._state().balancers)]:
+        for uid in [*self._state().balancers, *(self._watched.keys() - self._state().balancers)]:
             self._sync(uid, restored=True)
         _targets.set(self._total)
 
     def stop(self) -> None:
         """Let go of every target; what is under way is forgotten."""
         self.running = False
-        for uid in list(self._of_owner):
+        for uid in list(self._watched):
             self._forget(uid)
-        self._suspects.clear()
-        self._unmade.clear()
-        self._held.clear()
         self._fault.reset()
         _held_gauge.set(0)
         _targets.set(self._total)
@@ -121,109 +122,104 @@ class Monitor:
         if balancer is None or image is None or balancer.plan.checking != "on":
             self._forget(uid)
             return
-        wanted: set[Key] = set()
+        before = self._watched.get(uid, {})
+        self._watched[uid] = now = {}
         for backend in image.backends:
-            key = (uid, backend.uid, backend.address)
-            wanted.add(key)
-            self._sync_backend(key, backend, balancer, restored=restored)
-        for key in self._of_owner.get(uid, set()) - wanted:
-            self._drop(key)
-        self._of_owner[uid] = wanted
+            key = (backend.uid, backend.address, backend.port)
+            watched = before.pop(key, None) or _Watched(uid, backend.uid, backend.address)
+            now[key] = watched
+            self._sync_backend(watched, backend, balancer.plan, restored=restored)
+        for watched in before.values():
+            self._drop(watched)
         (self._held.add if image.held else self._held.discard)(uid)
 
     def _sync_backend(
-        self, key: Key, backend: Backend, balancer: Balancer, *, restored: bool
+        self, watched: _Watched, backend: Backend, plan: Plan, *, restored: bool
     ) -> None:
-        plan = balancer.plan
         said = backend.state if backend.state in (HEALTHY, UNHEALTHY) else UNKNOWN
-        watched = self._watched.get(key)
-        if watched is None:
-            watched = self._watched[key] = _Watched(*key)
         watched.live = backend.ready
-        watched.opinion.configure(plan.checks, plan.config, said)
         if not backend.ready:
-            self._fault.drop(key)
-        wanted: dict[tuple[Any, ...], Check] = {check.meaning: check for check in plan.checks}
-        for meaning, target in list(watched.targets.items()):
-            check = wanted.get(meaning)
-            if check is None or target.dialled[1] != (backend.port or check.port):
-                self.engine.remove(target)
-                self._total -= 1
-                del watched.targets[meaning]
-            else:
+            self._fault.drop(watched)
+        opinion, asked = watched.opinion, watched.opinion.checks
+        opinion.configure(plan.checks, plan.config, said)
+        if opinion.checks is asked:
+            return
+        kept = {target.check.meaning: target for target in watched.targets}
+        targets = []
+        for check, streak in zip(opinion.checks, opinion.streaks, strict=True):
+            target = kept.pop(check.meaning, None)
+            if target is not None:
                 target.check = check
-        at_once = not (restored and said != UNKNOWN)
-        for meaning, check in wanted.items():
-            if meaning not in watched.targets:
-                port = backend.port or check.port
-                dialled = self._dial(backend.address)
-                target = Target((key, meaning), check, backend.address, dialled, port)
-                watched.targets[meaning] = target
-                self.engine.add(target, at_once=at_once)
-                self._total += 1
+            else:
+                target = self._target(backend, check)
+                self.engine.add(target, at_once=not (restored and said != UNKNOWN))
+            target.tag = (watched, streak)
+            targets.append(target)
+        self._total += len(targets) - len(watched.targets)
+        watched.targets = tuple(targets)
+        for target in kept.values():
+            self.engine.remove(target)
+
+    def _target(self, backend: Backend, check: Check) -> Target:
+        port = backend.port or check.port
+        return Target(None, check, backend.address, self._dial(backend.address), port)
 
     def _forget(self, uid: str) -> None:
-        for key in self._of_owner.pop(uid, set()):
-            self._drop(key)
+        for watched in self._watched.pop(uid, {}).values():
+            self._drop(watched)
         self._suspects.discard(uid)
-        self._unmade.pop(uid, None)
         self._held.discard(uid)
 
-    def _drop(self, key: Key) -> None:
-        watched = self._watched.pop(key)
-        for target in watched.targets.values():
+    def _drop(self, watched: _Watched) -> None:
+        for target in watched.targets:
             self.engine.remove(target)
         self._total -= len(watched.targets)
-        self._fault.drop(key)
+        self._fault.drop(watched)
         self._made(watched)
 
     # --- what came of it ---
 
     def take(self, outcomes: list[Outcome]) -> None:
         """The results of one step."""
-        now = self._clock()
-        differing: dict[Key, _Watched] = {}
-        passed = failed = unmade = 0
-        for outcome in outcomes:
-            key, meaning = outcome.target.tag
-            watched = self._watched.get(key)
-            streak = watched.opinion.streaks.get(meaning) if watched is not None else None
-            if watched is None or streak is None:
-                continue
-            if outcome.local:
+        differing: dict[_Watched, None] = {}
+        passed = unmade = 0
+        for target, ok, reason, started, local in outcomes:
+            watched, streak = target.tag
+            if local:
                 unmade += 1
-                self._not_made(watched, outcome)
+                self._not_made(watched, target.check, reason)
                 continue
-            if outcome.ok:
-                passed += 1
-            else:
-                failed += 1
+            passed += ok
             if watched.unmade:
                 self._made(watched)
             opinion = watched.opinion
-            streak.feed(outcome.ok, outcome.reason, outcome.started, outcome.target.check)
-            opinion.started = max(opinion.started, outcome.started)
+            streak.feed(ok, reason, started, target.check)
+            opinion.started = max(opinion.started, started)
             if watched.live:
-                self._fault.note(key, watched.owner, watched.address, outcome.ok, outcome.started)
+                watched.ok, watched.at = ok, started
+                self._fault.note(watched)
             if opinion.differs:
-                differing[key] = watched
+                differing[watched] = None
+        failed = len(outcomes) - passed - unmade
         for result, number in (("passed", passed), ("failed", failed), ("not_made", unmade)):
             if number:
                 _checks.labels(result).inc(number)
         _in_flight.set(self.engine.in_flight)
         _late.observe(self.engine.late)
-        self._judge(differing, now)
+        if differing or self._fault.held or self._unmade or self._held or self._suspects:
+            self._judge(list(differing), self._clock())
 
-    def _judge(self, differing: dict[Key, _Watched], now: datetime) -> None:
+    def _judge(self, differing: list[_Watched], now: datetime) -> None:
         if self._fault.held and self._fault.over():
             self._release()
+        ours: dict[float, bool] = {}  # by the moment asked about, which many have in common
         verdicts = []
-        for watched in differing.values():
+        for watched in differing:
             opinion = watched.opinion
             state = opinion.state
             if not opinion.differs:  # the release took it back
                 continue
-            if state == UNHEALTHY and watched.live and self._is_ours(opinion):
+            if state == UNHEALTHY and watched.live and self._is_ours(opinion.failing_since, ours):
                 self._suspects.add(watched.owner)
                 continue
             verdicts.append(
@@ -238,16 +234,20 @@ class Monitor:
                     ended=now,
                 )
             )
-        holds = self._holds()
+        holds = self._holds() if now - self._looked >= LOOK else ()
         if (verdicts or holds) and not self._submit(Judgement(tuple(verdicts), holds, now)):
             _dropped.inc(len(verdicts))
 
-    def _is_ours(self, opinion: Opinion) -> bool:
+    def _is_ours(self, since: float, known: dict[float, bool]) -> bool:
         if self._fault.held:
             return True
-        if not self._fault.suspect(opinion.failing_since):
+        moment = int(since * 100) / 100
+        if moment not in known:
+            known[moment] = self._fault.suspect(moment)
+        if not known[moment]:
             return False
         self._fault.held = True
+        self._looked = datetime.min.replace(tzinfo=UTC)
         _held_gauge.set(1)
         log.warning("prober.held", why=EVERYTHING_FAILED)
         return True
@@ -257,27 +257,28 @@ class Monitor:
         self._suspects.clear()
         _held_gauge.set(0)
         log.warning("prober.released", why="backends answer again; runs of failures start anew")
-        for watched in self._watched.values():
-            watched.opinion.restart()
+        for backends in self._watched.values():
+            for watched in backends.values():
+                watched.opinion.restart()
 
     # --- what is held, on record and by right ---
 
-    def _not_made(self, watched: _Watched, outcome: Outcome) -> None:
+    def _not_made(self, watched: _Watched, check: Check, reason: str) -> None:
         watched.unmade += 1
-        if watched.unmade >= outcome.target.check.failure:
-            key = (watched.owner, watched.uid, watched.address)
-            self._unmade.setdefault(watched.owner, {})[key] = outcome.reason
+        if watched.unmade >= check.failure:
+            self._unmade.setdefault(watched.owner, {})[watched] = reason
 
     def _made(self, watched: _Watched) -> None:
         watched.unmade = 0
         left = self._unmade.get(watched.owner)
         if left is not None:
-            left.pop((watched.owner, watched.uid, watched.address), None)
+            left.pop(watched, None)
             if not left:
                 del self._unmade[watched.owner]
 
     def _holds(self) -> tuple[Hold, ...]:
         """Where the record does not say what is held, or says it though it is over."""
+        self._looked = self._clock()
         rightly = self._suspects | self._unmade.keys()
         holds = []
         for uid in sorted(rightly ^ self._held):
@@ -296,6 +297,6 @@ class Monitor:
         """Whether every backend was checked since we began, so that a hold may be lifted."""
         return all(
             streak.count
-            for key in self._of_owner.get(uid, ())
-            for streak in self._watched[key].opinion.streaks.values()
+            for watched in self._watched.get(uid, {}).values()
+            for streak in watched.opinion.streaks
         )

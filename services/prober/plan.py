@@ -197,7 +197,7 @@ class _Reader:
     def _checks(
         self, listeners: list[tuple[int, objects.Listener]]
     ) -> tuple[Literal["off", "on", "broken"], tuple[Check, ...]]:
-        found: dict[Check, None] = {}
+        found: dict[tuple[Any, ...], Check] = {}  # by meaning: nothing is asked twice
         own = {p.backend_port for _, p in listeners if p.health_check is not None}
         try:
             whole = self._with_annotation(self.spec.health_check)
@@ -206,7 +206,7 @@ class _Reader:
                 protocol = _protocol(field, whole)
                 _fits(f"{field}.port", whole.port, protocol, [p for _, p in listeners])
                 if whole.port not in own:
-                    found[self._check(field, whole, protocol, whole.port)] = None
+                    _add(found, self._check(field, whole, protocol, whole.port))
             for index, listener in listeners:
                 part = listener.health_check
                 if part is None:
@@ -215,11 +215,11 @@ class _Reader:
                 protocol = _protocol(field, part)
                 port = part.port or listener.backend_port
                 _fits(f"{field}.port", port, protocol, [p for _, p in listeners])
-                found[self._check(field, part, protocol, port)] = None
+                _add(found, self._check(field, part, protocol, port))
         except Unfit as error:
             self._fail("InvalidHealthCheck", str(error))
             return "broken", ()
-        return ("on", tuple(found)) if found else ("off", ())
+        return ("on", tuple(found.values())) if found else ("off", ())
 
     def _with_annotation(self, check: objects.HealthCheck | None) -> objects.HealthCheck | None:
         if check is None or check.port == 0:
@@ -333,6 +333,10 @@ class _Reader:
 
 def digest(checks: tuple[Check, ...]) -> str:
     return hashlib.blake2b(msgspec.json.encode(checks), digest_size=8).hexdigest()
+
+
+def _add(found: dict[tuple[Any, ...], Check], check: Check) -> None:
+    found.setdefault(check.meaning, check)
 
 
 def _in_range(field: str, value: int, low: int, high: int, low_text: str = "") -> None:

@@ -8,9 +8,8 @@ nothing turns unhealthy on its account, and after it every run of failures start
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from services.prober.plan import Check
 
@@ -50,33 +49,35 @@ class Streak:
 
 
 class Opinion:
-    """What the checks of one backend come to. `streaks` is by the meaning of the check."""
+    """What the checks of one backend come to; `streaks` are in the order of `checks`."""
 
     __slots__ = ("checks", "config", "said", "started", "streaks")
 
     def __init__(self) -> None:
-        self.streaks: dict[tuple[Any, ...], Streak] = {}
+        self.streaks: tuple[Streak, ...] = ()
         self.checks: tuple[Check, ...] = ()
         self.config = ""
         self.said = UNKNOWN  # the verdict that is on record
         self.started = 0.0  # of the last result
 
     def configure(self, checks: tuple[Check, ...], config: str, said: str) -> None:
-        """Set what is asked. A check that asks the same keeps its run; a new one starts from the
-        verdict on record, which therefore stands until the check has an opinion of its own."""
-        if said != self.said and said == UNKNOWN:
-            self.streaks = {}
+        """Set what is asked, and what is on record.
+
+        A check that asks the same keeps its run; a new one starts from the verdict on record, which
+        therefore stands until the check has an opinion of its own.
+        """
         self.said = said
         if config == self.config and self.streaks:
             return
+        kept = {c.meaning: s for c, s in zip(self.checks, self.streaks, strict=False)}
         self.checks, self.config = checks, config
-        self.streaks = {
-            check.meaning: self.streaks.get(check.meaning) or Streak(state=said) for check in checks
-        }
+        self.streaks = tuple(kept.get(check.meaning) or Streak(state=said) for check in checks)
 
     @property
     def state(self) -> str:
-        states = {streak.state for streak in self.streaks.values()}
+        if len(self.streaks) == 1:
+            return self.streaks[0].state
+        states = {streak.state for streak in self.streaks}
         if UNHEALTHY in states:
             return UNHEALTHY
         return HEALTHY if states == {HEALTHY} else UNKNOWN
@@ -84,14 +85,13 @@ class Opinion:
     @property
     def reason(self) -> str:
         """The error of a failing check; for a healthy backend its warning, if it has one."""
-        streaks = self.streaks.values()
-        bad = [s.reason for s in streaks if s.state == UNHEALTHY and s.reason]
-        return (bad or [s.reason for s in streaks if s.reason] or [""])[0]
+        bad = [s.reason for s in self.streaks if s.state == UNHEALTHY and s.reason]
+        return (bad or [s.reason for s in self.streaks if s.reason] or [""])[0]
 
     @property
     def failing_since(self) -> float:
         """When the oldest run of failures that made it unhealthy began."""
-        bad = [s.since for s in self.streaks.values() if s.state == UNHEALTHY]
+        bad = [s.since for s in self.streaks if s.state == UNHEALTHY]
         return min(bad, default=float("inf"))
 
     @property
@@ -100,18 +100,17 @@ class Opinion:
 
     def restart(self) -> None:
         """Our own fault is over: what it made unhealthy goes back to what is on record."""
-        for streak in self.streaks.values():
+        for streak in self.streaks:
             streak.restart()
             if streak.state == UNHEALTHY != self.said:
                 streak.state = self.said
 
 
-T = TypeVar("T", bound=Hashable)
+T = TypeVar("T", bound="Backend")
 
 
-@dataclass(slots=True)
-class Sample:
-    """The last result of one backend that counts in the question whose fault it is."""
+class Backend(Protocol):
+    """What is sampled: a backend of one load balancer, and how its last check went."""
 
     owner: str
     address: str
@@ -134,14 +133,15 @@ class OwnFault(Generic[T]):
     owners: int = 3
     look: int = 2_000  # samples looked at, the newest first
     held: bool = False
-    samples: dict[T, Sample] = field(default_factory=dict)  # in the order of their time
+    samples: dict[T, None] = field(default_factory=dict)  # in the order of their time
 
-    def note(self, key: T, owner: str, address: str, ok: bool, at: float) -> None:
-        self.samples.pop(key, None)
-        self.samples[key] = Sample(owner, address, ok, at)
+    def note(self, backend: T) -> None:
+        """Its last result is the newest of all."""
+        self.samples.pop(backend, None)
+        self.samples[backend] = None
 
-    def drop(self, key: T) -> None:
-        self.samples.pop(key, None)
+    def drop(self, backend: T) -> None:
+        self.samples.pop(backend, None)
 
     def reset(self) -> None:
         self.samples.clear()
@@ -161,10 +161,10 @@ class OwnFault(Generic[T]):
         failing, passing = self._since(float("-inf"))
         return passing > 0 and len(failing) < self.share * (len(failing) + passing)
 
-    def _since(self, since: float) -> tuple[list[Sample], int]:
-        failing: list[Sample] = []
+    def _since(self, since: float) -> tuple[list[T], int]:
+        failing: list[T] = []
         passing = 0
-        for looked, sample in enumerate(reversed(self.samples.values())):
+        for looked, sample in enumerate(reversed(self.samples)):
             if sample.at < since or looked >= self.look:
                 break
             if sample.ok:

@@ -65,7 +65,7 @@ def opinion(*checks, said=UNKNOWN):
 
 
 def feed(made, check, results):
-    run(made.streaks[check.meaning], results, check)
+    run(made.streaks[made.checks.index(check)], results, check)
     return made.state
 
 
@@ -120,9 +120,18 @@ def test_a_verdict_differs_until_it_is_on_record():
     assert not made.differs
 
 
+class Sampled:
+    def __init__(self, owner, address):
+        self.owner, self.address, self.ok, self.at = owner, address, True, 0.0
+
+
 def noted(fault, results):
-    for (owner, backend), ok, at in results:
-        fault.note((owner, backend), owner, backend, ok, at)
+    """Note results of (load balancer, address), each a backend of its own."""
+    known = {(backend.owner, backend.address): backend for backend in fault.samples}
+    for key, ok, at in results:
+        backend = known.setdefault(key, Sampled(*key))
+        backend.ok, backend.at = ok, at
+        fault.note(backend)
     return fault
 
 
