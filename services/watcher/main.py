@@ -46,6 +46,7 @@ log = structlog.get_logger()
 
 
 async def run(rt: Runtime) -> None:
+    rt.health.set("kube", False, "nothing listed yet")
     bus = await rt.bus()
     kube = await _connect(rt)
     if kube is None:
@@ -78,7 +79,6 @@ class Watcher:
         self._rt, self._bus, self._kube, self._kinds = rt, bus, kube, kinds
         self._memory = core.Memory()
         self._troubles = {kind.plural: "not listed yet" for kind in kinds}
-        rt.health.set("kube", False, "nothing listed yet")
 
     async def run(self) -> None:
         backoff, reason = Backoff(0.1, 5.0), ""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import yaml
 
 from schema import events, subjects
 from services.kit.bus import Bus, Message, StreamMissing, Unavailable
@@ -32,6 +33,7 @@ POD = Resource("", "v1", "pods")
 SLICE = Resource("discovery.k8s.io", "v1", "endpointslices")
 CONFIGMAP = Resource("", "v1", "configmaps")
 CRD = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions", namespaced=False)
+ROOT = Path(__file__).resolve().parents[2]
 PLURALS = {kind.plural for kind in KINDS}
 
 QUICK = WatcherSettings(
@@ -153,6 +155,18 @@ async def watching(nats_url: str, kubeconfig: Path, **watcher: Any) -> AsyncIter
                 await asyncio.gather(running.task, return_exceptions=True)
         await rt.close()
         await bus.close()
+
+
+async def install(kube: Kube, *plurals: str) -> None:
+    """Our CustomResourceDefinitions."""
+    for plural in plurals or ("loadbalancers", "ippools"):
+        path = ROOT / "schema" / "crds" / f"{plural}.yaml"
+        await kube.create(CRD.path(), yaml.safe_load(path.read_text()))
+
+
+async def wipe(kube: Kube, resource: Resource, namespace: str, *names: str) -> None:
+    for name in names:
+        await kube.delete(resource.path(namespace, name))
 
 
 def load_balancer(name: str, namespace: str = "default", **spec: Any) -> dict[str, Any]:
