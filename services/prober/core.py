@@ -89,7 +89,7 @@ class State:
     # Owners whose image may have changed; the value says whether the spec did.
     dirty: dict[str, bool] = field(default_factory=dict)
     waiting: dict[str, bool] = field(default_factory=dict)  # as dirty, until a kind is complete
-    changed: set[str] = field(default_factory=set)  # owners whose stored image is out of date
+    changed: set[str] = field(default_factory=set)  # owners whose image or checks are others now
 
     # --- facts ---
 
@@ -159,6 +159,8 @@ class State:
             event = decide(
                 balancer, self.backends(uid), self.dummies, at=at, spec_changed=spec_changed
             )
+            if spec_changed:  # what is to be checked may be another thing now
+                self.changed.add(uid)
             if event is not None:
                 self.evolve(event)
                 decided.append(event)

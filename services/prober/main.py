@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import resource
 from typing import Final
@@ -59,6 +60,9 @@ async def run(rt: Runtime) -> None:
     def committed(owners: set[str]) -> None:
         monitor.update(owners)
         driver.nudge()
+        if projection.unsettled:
+            with contextlib.suppress(asyncio.QueueFull):
+                projector.submit(Settle())
 
     projection.on_commit = committed
     async with asyncio.TaskGroup() as group:

@@ -108,9 +108,9 @@ class Prober:
         images, gone = [], []
         for uid in self.state.changed:
             balancer = self.state.balancers.get(uid)
-            if balancer is None or balancer.image is None:
+            if balancer is None:
                 gone.append(uid)
-            else:
+            elif balancer.image is not None:
                 images.append(balancer.image)
         await store.save_images(conn, images, gone)
 
