@@ -13,6 +13,7 @@ listed completely nothing is decided from it.
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -78,6 +79,18 @@ class Dummies(NamedTuple):
 
     ipv4: str
     ipv6: str
+
+    def inside(self, networks: Iterable[str]) -> tuple[str, str] | None:
+        """A dummy that could be somebody's address after all, and the network that it is in."""
+        for text in networks:
+            try:
+                network = ipaddress.ip_network(text, strict=False)
+            except ValueError:
+                continue
+            for dummy in self:
+                if ipaddress.ip_address(dummy) in network:
+                    return dummy, text
+        return None
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ import resource
 from typing import Final
 
 import structlog
+from prometheus_client import Gauge
 
 from services.kit.config import ConfigError, ProberSettings
 from services.kit.projector import Projector
@@ -25,6 +26,9 @@ from services.prober.projection import Judgement, Prober, Settle
 from services.prober.verdicts import OwnFault
 
 log = structlog.get_logger()
+_misplaced = Gauge(
+    "lbledger_prober_dummy_in_pod_network", "1 while the dummy could be the address of a pod"
+)
 LOOK_S: Final = 0.1
 SPARE_DESCRIPTORS: Final = 256
 
@@ -88,7 +92,22 @@ async def _supervise(
         if active and projection.unsettled:
             await projector.asubmit(Settle())
         rt.health.set("checks", not monitor.holding, EVERYTHING_FAILED)
+        _report_dummy(projection.misplaced_dummy())
     monitor.stop()
+
+
+def _report_dummy(misplaced: tuple[str, str] | None) -> None:
+    if misplaced is None:
+        return
+    dummy, network = misplaced
+    _misplaced.set(bool(dummy))
+    if dummy:
+        log.error(
+            "prober.dummy_in_pod_network",
+            dummy=dummy,
+            network=network,
+            right="an address that nothing in the cluster can have, see prober.dummy_address",
+        )
 
 
 def read_settings(settings: ProberSettings) -> tuple[Defaults, Dummies, DialMap]:

@@ -24,7 +24,10 @@ from services.prober.plan import Defaults
 
 PORTION = 1_000
 SOURCES = (
-    Source("KUBE", (*(f"kube.{plural}.>" for plural in KINDS), "kube.sync.>", "kube.epoch")),
+    Source(
+        "KUBE",
+        (*(f"kube.{plural}.>" for plural in (*KINDS, store.NODES)), "kube.sync.>", "kube.epoch"),
+    ),
 )
 
 
@@ -58,6 +61,7 @@ class Prober:
         self._facts: Mirror = store.facts()
         self._causes: dict[str, str] = {}
         self.state = State(defaults, dummies)
+        self._dummies_checked = False
         self.loads = 0  # grows whenever memory was replaced
         self.on_commit: Callable[[set[str]], None] = lambda _: None
 
@@ -73,10 +77,14 @@ class Prober:
             state.dirty[uid] = False
         self._facts, self.state = facts, state
         self._causes.clear()
+        self._dummies_checked = False
         self.loads += 1
 
     def apply(self, record: Record, work: Work) -> None:
         for change in self._facts.observe(record):
+            if change.ref.plural == store.NODES:
+                self._dummies_checked = False
+                continue
             for uid in _see(self.state, change.ref, change.uid, change.new):
                 self._causes[uid] = record.cause
         if isinstance(record.event, SyncFinished):
@@ -102,6 +110,20 @@ class Prober:
     def unsettled(self) -> bool:
         """Whether there are images to decide, and facts enough to do so."""
         return bool(self.state.dirty) and self._facts.synced(BALANCERS)
+
+    def misplaced_dummy(self) -> tuple[str, str] | None:
+        """A dummy within a node's pod network, and the network; "" for both when there is none.
+
+        None while nothing has changed since it was asked the last time.
+        """
+        if self._dummies_checked:
+            return None
+        self._dummies_checked = True
+        nodes = (view for _, view in self._facts.all(store.NODES))
+        return self._dummies.inside(cidr for n in nodes for cidr in n.spec.pod_cidrs or ()) or (
+            "",
+            "",
+        )
 
     async def save(self, conn: AsyncConnection) -> None:
         await self._facts.save(conn)

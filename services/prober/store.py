@@ -18,12 +18,13 @@ from services.prober.core import BALANCERS
 from services.prober.members import PODS, VMIS
 from services.prober.plan import ANNOTATION
 
+NODES = "nodes"
 CHUNK = 1_000
 
 
 def facts() -> Mirror:
     """The objects that images are made of, without what the prober does not read."""
-    return Mirror(mirror_table, {BALANCERS: _balancer, VMIS: _vmi, PODS: _pod})
+    return Mirror(mirror_table, {BALANCERS: _balancer, VMIS: _vmi, PODS: _pod, NODES: _node})
 
 
 async def load_images(conn: AsyncConnection) -> list[BackendsResolved]:
@@ -82,6 +83,12 @@ def _vmi(view: objects.VirtualMachineInstance) -> objects.VirtualMachineInstance
 
 def _pod(view: objects.Pod) -> objects.Pod:
     return msgspec.structs.replace(view, metadata=_labelled(view.metadata))
+
+
+def _node(view: objects.Node) -> objects.Node:
+    """Only where its pods' addresses come from: the dummy must not be one of them."""
+    meta = objects.ObjectMeta(name=view.metadata.name, uid=view.metadata.uid)
+    return objects.Node(metadata=meta, spec=view.spec)
 
 
 def _labelled(meta: objects.ObjectMeta) -> objects.ObjectMeta:

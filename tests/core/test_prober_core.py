@@ -330,6 +330,20 @@ def test_what_waits_for_a_kind_is_decided_when_it_is_complete():
     assert [e.owner.name for e in world.settle(KINDS)] == ["web"]
 
 
+@pytest.mark.parametrize(
+    ("networks", "found"),
+    [
+        (["10.52.0.0/24", "2001:db8::/64"], None),
+        (["10.52.0.0/24", "192.0.0.0/24"], ("192.0.0.8", "192.0.0.0/24")),
+        (["100::/64"], ("100::1", "100::/64")),
+        (["nonsense", ""], None),
+    ],
+)
+def test_a_dummy_inside_a_pod_network_is_found(networks, found):
+    """There it could be the address of a pod, and traffic for nobody would reach somebody."""
+    assert DUMMIES.inside(networks) == found
+
+
 def test_large_changes_are_decided_in_portions():
     """At most so many images per transaction; the rest follow."""
     world = World().see(*(balancer(f"lb{i}") for i in range(5)))
