@@ -143,6 +143,14 @@ class Stack:
         self.env["LBLEDGER_PROBER_DIAL_MAP"] = DIAL_MAP
         self._say(f"API server    {self.kube_url}   export KUBECONFIG={kubeconfig}")
 
+    async def restart_kube(self) -> None:
+        """The API server again, with the objects that it had if the state is kept in a folder."""
+        await self._start_kube()
+
+    async def restart_provider(self) -> None:
+        """The provider again, at the same address; it remembers what a folder of state kept."""
+        await self._start_nrp()
+
     async def _start_nrp(self) -> None:
         self.provider = await self._development_server("nrp", [])
         self.env |= {
@@ -159,7 +167,8 @@ class Stack:
     async def _development_server(self, name: str, argv: list[str]) -> dict[str, str]:
         ready = self.state / f"{name}.json"
         ready.unlink(missing_ok=True)
-        command = [sys.executable, "-m", f"sandbox.{name}", "--port", "0"]
+        port = self._ports.setdefault(name, free_port())  # kept, as clients keep the address
+        command = [sys.executable, "-m", f"sandbox.{name}", "--port", str(port)]
         command += ["--ready-file", str(ready), *argv]
         if not self._temporary:
             command += ["--state", str(self.state / name)]
@@ -296,7 +305,8 @@ async def _output(command: list[str], env: dict[str, str], check: bool) -> str:
         raise ServerError(f"{' '.join(command[:4])} did not end within 60 s") from None
     if check and process.returncode:
         words = " ".join(Path(command[0]).name if i == 0 else c for i, c in enumerate(command))
-        raise ServerError(f"{words} failed: {err.decode(errors='replace').strip()}")
+        said = (err or out).decode(errors="replace").strip()
+        raise ServerError(f"{words} failed with {process.returncode}: {said[-2000:]}")
     return out.decode(errors="replace")
 
 
