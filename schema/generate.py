@@ -72,8 +72,8 @@ def _asyncapi(types: list[type[events.Event]], components: dict[str, Any]) -> di
         "info": {
             "title": "lbledger event log",
             "version": "1",
-            "description": "Facts on stream KUBE, decisions and outcomes on stream LB. In a subject "
-            "a dot of a Kubernetes name is an underscore, no namespace is an underscore.",
+            "description": "Facts on stream KUBE, decisions and outcomes on stream LB. In a "
+            "subject a dot of a Kubernetes name is an underscore, and so is no namespace.",
             "license": {"name": "Apache-2.0"},
         },
         "defaultContentType": "application/json",
