@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import signal
+import sys
 from pathlib import Path
 
 import msgspec
 
+from sandbox.kube.journal import StateError
 from sandbox.kube.server import KubeServer
 
 
@@ -53,8 +54,11 @@ def _announce(path: Path, server: KubeServer) -> None:
 
 
 def main() -> None:
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(_arguments()))
+    arguments = _arguments()
+    try:
+        asyncio.run(_serve(arguments))
+    except (OSError, StateError) as error:
+        sys.exit(f"the sandbox's Kubernetes API cannot start: {error}")
 
 
 if __name__ == "__main__":

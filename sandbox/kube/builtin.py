@@ -31,11 +31,12 @@ class NamespaceRules(Rules):
     empty: ClassVar[Mapping[str, Any]] = {"spec": {}, "status": {}}
     check_name = staticmethod(names.label)
 
-    def prepare(self, obj: Object, old: Object | None, store: Store) -> list[FieldError]:
-        metadata = obj["metadata"]
+    def default(self, obj: Object) -> None:
         # The label by which policies select a namespace by its name cannot be dropped.
-        labels = metadata.get("labels") or {}
-        metadata["labels"] = labels | {"kubernetes.io/metadata.name": metadata["name"]}
+        if name := obj["metadata"].get("name"):
+            obj["metadata"].setdefault("labels", {})["kubernetes.io/metadata.name"] = name
+
+    def prepare(self, obj: Object, old: Object | None, store: Store) -> list[FieldError]:
         if old is None:
             obj["spec"] = {"finalizers": ["kubernetes"]}
             obj["status"] = {"phase": "Active"}

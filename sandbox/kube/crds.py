@@ -127,6 +127,10 @@ def _versions(versions: list[Any]) -> Iterator[FieldError]:
         yield from _structural(
             version["schema"]["openAPIV3Schema"], f"{where}.schema.openAPIV3Schema"
         )
+        for number, column in enumerate(version.get("additionalPrinterColumns") or ()):
+            for field in ("name", "type", "jsonPath"):
+                if not column.get(field):
+                    yield required(f"{where}.additionalPrinterColumns[{number}].{field}")
     stored = [version for version in versions if version.get("storage")]
     if len(stored) != 1:
         text = "must have exactly one version marked as storage version"
@@ -139,6 +143,7 @@ _TYPES = ("array", "boolean", "integer", "number", "object", "string")
 def _structural(raw: Any, where: str) -> Iterator[FieldError]:
     """What keeps a schema from being structural: every node needs a type of its own."""
     if not isinstance(raw, dict):
+        yield wrong(where, raw, "must be a schema")
         return
     free = raw.get("x-kubernetes-int-or-string") or raw.get("x-kubernetes-preserve-unknown-fields")
     kind = raw.get("type", "")
@@ -153,12 +158,22 @@ def _structural(raw: Any, where: str) -> Iterator[FieldError]:
         from sandbox.kube.rules import faults_of
 
         yield from faults_of(raw, where)
-    for name, child in (raw.get("properties") or {}).items():
+    if (pattern := raw.get("pattern")) is not None:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            yield wrong(f"{where}.pattern", pattern, f"must be a valid pattern: {error}")
+    properties = raw.get("properties") or {}
+    if not isinstance(properties, dict):
+        yield wrong(f"{where}.properties", properties, "must be a map of schemas")
+        return
+    for name, child in properties.items():
         yield from _structural(child, f"{where}.properties[{name}]")
     if kind == "array" and "items" not in raw:
         yield required(f"{where}.items", "must be specified")
     for name in ("items", "additionalProperties"):
-        yield from _structural(raw.get(name), f"{where}.{name}")
+        if not isinstance(raw.get(name), bool | None):
+            yield from _structural(raw[name], f"{where}.{name}")
 
 
 def _established(obj: Object, old: Object | None) -> list[Object]:
@@ -187,9 +202,11 @@ def serve(crd: Object) -> list[Resource]:
     spec = crd["spec"]
     names = spec["names"]
     resources = []
-    for version in sorted(spec["versions"], key=lambda v: _preference(v["name"])):
-        if not version.get("served"):
-            continue
+    served = [version for version in spec["versions"] if version.get("served")]
+    served.sort(key=lambda version: _preference(version["name"]))
+    # Objects of a storage version that is not served are kept in the preferred one.
+    storage = next((v for v in served if v.get("storage")), served[0] if served else None)
+    for version in served:
         raw = version["schema"]["openAPIV3Schema"]
         properties = raw.get("properties", {}) | {
             "apiVersion": shapes.STRING,
@@ -217,7 +234,7 @@ def serve(crd: Object) -> list[Resource]:
                 verbs=CUSTOM_VERBS,
                 status=status,
                 custom=True,
-                stored=bool(version.get("storage")),
+                stored=version is storage,
                 columns=_columns(version.get("additionalPrinterColumns")),
             )
         )

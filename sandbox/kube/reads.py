@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import binascii
+from bisect import bisect_right
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -14,10 +15,9 @@ from sandbox.kube.errors import ApiError, gone, not_found, too_large_version
 from sandbox.kube.requests import Form, Target
 from sandbox.kube.resources import Object, Resource
 from sandbox.kube.selectors import Selection
-from sandbox.kube.store import Collection, Key, Store, Stored
+from sandbox.kube.store import Collection, Key, Store, Stored, of_namespace
 
 _encode = msgspec.json.encode
-Items = list[tuple[Key, Stored]]
 
 
 def one(store: Store, target: Target, form: Form, include: str) -> bytes:
@@ -27,7 +27,7 @@ def one(store: Store, target: Target, form: Form, include: str) -> bytes:
     found = store.get(resource.collection, key)
     if found is None:
         raise not_found(resource, target.name)
-    if not form.name and resource.stored:
+    if not form.name and resource.is_native(found.obj):
         return found.raw
     return _encode(shaped(resource, resource.show(found.obj), form, include))
 
@@ -61,43 +61,47 @@ def listing(store: Store, target: Target, query: Mapping[str, str], form: Form) 
     """A list or one page of it, encoded."""
     requests.check_list(query, watch=False)
     resource = target.resource
-    collection = store.collection(resource.collection)
     selected = requests.selection(query, resource)
-    items, version = _found(store, collection, target, query)
-    start = None
-    if token := query.get("continue"):
-        items, version, start = _continued(store, collection, target, token)
+    view = _view(store, target, query)
+    keys = of_namespace(view.keys, target.namespace)
+    if view.after is not None:
+        keys = keys[bisect_right(keys, view.after) :]
     if selected:
-        items = [item for item in items if selected.holds(resource.show(item[1].obj))]
-    if start is not None:
-        items = [item for item in items if item[0] > start]
-    metadata: Object = {"resourceVersion": str(version)}
+        keys = [key for key in keys if selected.holds(resource.show(view.objects[key].obj))]
+    metadata: Object = {"resourceVersion": str(view.version)}
     if resource.custom and not form.name:
         metadata["continue"] = ""
     limit = requests.number(query, "limit")
-    if limit and len(items) > limit:
-        metadata["continue"] = _token(version, items[limit - 1][0])
+    if 0 < limit < len(keys):
+        metadata["continue"] = _token(view.version, keys[limit - 1])
         if not selected:
-            metadata["remainingItemCount"] = len(items) - limit
-        items = items[:limit]
+            metadata["remainingItemCount"] = len(keys) - limit
+        keys = keys[:limit]
+    items = [view.objects[key] for key in keys]
     return _encoded(resource, items, metadata, form, query.get("includeObject", ""))
 
 
-def _found(
-    store: Store, collection: Collection, target: Target, query: Mapping[str, str]
-) -> tuple[Items, int]:
+class _View(NamedTuple):
+    """A collection at one version, and the key after which a page begins."""
+
+    keys: list[Key]
+    objects: dict[Key, Stored]
+    version: int
+    after: Key | None
+
+
+def _view(store: Store, target: Target, query: Mapping[str, str]) -> _View:
+    collection = store.collection(target.resource.collection)
+    if token := query.get("continue"):
+        return _continued(store, collection, token)
     asked = requests.version_of(query)
     if asked is not None and asked > store.version:
         raise too_large_version(asked, store.version)
-    if query.get("resourceVersionMatch") == "Exact" and asked:
-        return _past(collection, asked, target), asked
-    return collection.in_order(target.namespace), store.version
-
-
-def _past(collection: Collection, version: int, target: Target) -> Items:
-    if version < collection.floor:
+    if query.get("resourceVersionMatch") != "Exact" or not asked:
+        return _View(collection.keys(), collection.objects, store.version, None)
+    if asked < collection.floor:
         raise gone("The resourceVersion for the provided list is too old.")
-    return collection.at(version, target.namespace)
+    return _View(*collection.at(asked), asked, None)
 
 
 def _token(version: int, last: Key) -> str:
@@ -107,9 +111,7 @@ def _token(version: int, last: Key) -> str:
     return base64.urlsafe_b64encode(text).rstrip(b"=").decode()
 
 
-def _continued(
-    store: Store, collection: Collection, target: Target, token: str
-) -> tuple[Items, int, Key]:
+def _continued(store: Store, collection: Collection, token: str) -> _View:
     try:
         raw = base64.urlsafe_b64decode(token + "=" * (-len(token) % 4))
     except (binascii.Error, ValueError) as error:
@@ -126,7 +128,7 @@ def _continued(
     namespace, _, name = start.rstrip("\0").rpartition("/")
     last = (namespace, name)
     if version < 0:
-        return collection.in_order(target.namespace), store.version, last
+        return _View(collection.keys(), collection.objects, store.version, last)
     if version < collection.floor:
         # The rest can still be had, but not as of the version at which the list began.
         again = _token(-1, last)
@@ -136,19 +138,21 @@ def _continued(
             "in this response to retrieve the remainder of the results.",
             **{"continue": again},
         )
-    return collection.at(version, target.namespace), version, last
+    return _View(*collection.at(version), version, last)
 
 
 def _bad_token(why: str) -> ApiError:
     return ApiError(400, f"invalid continue token: continue key is not valid: {why}")
 
 
-def _encoded(resource: Resource, items: Items, metadata: Object, form: Form, include: str) -> bytes:
+def _encoded(
+    resource: Resource, items: list[Stored], metadata: Object, form: Form, include: str
+) -> bytes:
     if form.name == "Table":
-        objects = [resource.show(stored.obj) for _, stored in items]
+        objects = [resource.show(stored.obj) for stored in items]
         return _encode(_table(resource, objects, metadata, form, include))
     if form.name.startswith("PartialObjectMetadata"):
-        partials = [columns.partial(resource.show(stored.obj)) for _, stored in items]
+        partials = [columns.partial(resource.show(stored.obj)) for stored in items]
         made: dict[str, Any] = {
             "kind": "PartialObjectMetadataList",
             "apiVersion": f"meta.k8s.io/{form.version}",
@@ -163,13 +167,13 @@ def _encoded(resource: Resource, items: Items, metadata: Object, form: Form, inc
             "metadata": metadata,
         }
     )
-    raws = [_item(resource, stored) for _, stored in items]
+    raws = [_item(resource, stored) for stored in items]
     return head[:-1] + b',"items":[' + b",".join(raws) + b"]}"
 
 
 def _item(resource: Resource, stored: Stored) -> bytes:
     """One item of a list: items of built-in kinds do not repeat their kind."""
-    raw = stored.raw if resource.stored else _encode(resource.show(stored.obj))
+    raw = stored.raw if resource.is_native(stored.obj) else _encode(resource.show(stored.obj))
     if resource.custom:
         return raw
     return b"{" + raw[len(resource.head) :]

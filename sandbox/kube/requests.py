@@ -29,10 +29,12 @@ class Target:
             if query.get("watch") in ("1", "true", "True"):
                 return "watch"
             return "get" if self.name else "list"
-        if method == "DELETE" and not self.name:
-            return "deletecollection"
-        verb = _BY_METHOD.get(method)
-        if verb is None:
+        verb = _BY_METHOD.get(method, "")
+        if verb == "delete" and not self.name:
+            verb = "deletecollection"
+        one = verb in ("update", "patch", "delete")
+        placed = self.namespace is not None or not self.resource.namespaced
+        if verb not in self.resource.verbs or one != bool(self.name) or not placed:
             raise ApiError(405, "the server does not allow this method on the requested resource")
         return verb
 

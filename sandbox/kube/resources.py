@@ -137,9 +137,13 @@ class Resource:
     def selectable(self) -> frozenset[str]:
         return META_FIELDS | self.rules.selectable
 
+    def is_native(self, obj: Object) -> bool:
+        """Whether a stored object is already as this version shows it."""
+        return bool(obj["apiVersion"] == self.api_version)
+
     def show(self, obj: Object) -> Object:
         """A stored object as this version shows it."""
-        if self.stored:
+        if self.is_native(obj):
             return obj
         shown = self.rules.from_storage(obj)
         return {"apiVersion": self.api_version, "kind": self.kind} | {
@@ -153,8 +157,6 @@ class Registry:
     def __init__(self, builtin: Iterable[Resource]) -> None:
         self._by_path: dict[tuple[str, str, str], Resource] = {}
         self._groups: dict[str, list[str]] = {}
-        #: Grows with every change, so that discovery documents can be cached.
-        self.edition = 0
         for resource in builtin:
             self.add(resource)
 
@@ -163,7 +165,6 @@ class Registry:
         versions = self._groups.setdefault(resource.group, [])
         if resource.version not in versions:
             versions.append(resource.version)
-        self.edition += 1
 
     def remove_custom(self, group: str, plural: str) -> None:
         for key in [k for k, r in self._by_path.items() if r.custom and k[::2] == (group, plural)]:
@@ -174,7 +175,6 @@ class Registry:
             if version not in versions:
                 versions.append(version)
         self._groups = left
-        self.edition += 1
 
     def find(self, group: str, version: str, plural: str) -> Resource | None:
         return self._by_path.get((group, version, plural))

@@ -9,11 +9,10 @@ collection.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 from aiohttp import web
@@ -37,7 +36,6 @@ from sandbox.kube.writes import Writer
 _JSON = "application/json"
 _MAX_BODY = 3 * 1024 * 1024
 _PUBLIC = ("/healthz", "/livez", "/readyz", "/version")
-_VERBS_WITH_BODY = ("create", "update", "patch")
 _encode = msgspec.json.encode
 
 
@@ -58,7 +56,7 @@ class KubeServer:
         http_port: int = 0,
         token: str | None = None,
         state: Path | str | None = None,
-        history: int = 20_000,
+        history: int = 10_000,
         bookmark_every: float = 60.0,
         longest_watch: float = 3600.0,
         max_object: int = 1536 * 1024,
@@ -268,9 +266,6 @@ class KubeServer:
             parsed = bodies.parse(body, resource, how.content_type)
             sent = bodies.expect_kind(parsed, resource)
             if verb == "create":
-                if target.name:
-                    raise ApiError(405, "the server does not allow this method on the requested "
-                                        "resource")  # fmt: skip
                 obj, made = self.writer.create(resource, namespace, "", sent, how), True
             else:
                 obj, made = self.writer.update(resource, namespace, target.name, sent, how)
@@ -290,8 +285,6 @@ class KubeServer:
         content_type: str | None,
     ) -> web.StreamResponse:
         resource, namespace = target.resource, target.namespace or ""
-        if verb not in resource.verbs:
-            raise ApiError(405, "the server does not allow this method on the requested resource")
         parsed = bodies.parse(body, resource, content_type) if body else None
         options = delete_options(parsed, dict(query))
         dry_run = query.get("dryRun") == "All" or options.get("dryRun") == ["All"]
@@ -352,7 +345,7 @@ class KubeServer:
                 await hung.wait()
             case "midline":
                 await response.write(b'{"type":"MODIFIED","object":{"apiVersion":"v1","ki')
-                _abort(request)
+                _abort(request, flush=True)
             case "error":
                 await response.write(
                     error_line(ApiError(410, "too old resource version: cut by order of a test"))
@@ -380,11 +373,13 @@ def _raw(body: bytes, status: int = 200, headers: Mapping[str, str] | None = Non
     )
 
 
-def _abort(request: web.BaseRequest) -> None:
-    """Break the connection without a word."""
-    if request.transport is not None:
-        with contextlib.suppress(AttributeError):
-            request.transport.abort()
+def _abort(request: web.BaseRequest, *, flush: bool = False) -> NoReturn:
+    """Break the connection without a word; with `flush`, after what was written has gone out."""
+    transport = request.transport
+    if transport is not None and flush:
+        transport.close()
+    elif isinstance(transport, asyncio.WriteTransport):
+        transport.abort()
     raise ConnectionResetError("cut by order of a test")
 
 

@@ -291,6 +291,24 @@ NODE = kind(
     ),
 )
 
+_CRD_VERSION = open_struct(
+    name=STRING,
+    served=BOOL,
+    storage=BOOL,
+    schema=struct(openAPIV3Schema=ANYTHING),
+    subresources=ANYTHING,
+    additionalPrinterColumns=atomic(
+        struct(
+            name=STRING,
+            type=STRING,
+            format=STRING,
+            description=STRING,
+            priority=INT,
+            jsonPath=STRING,
+        )
+    ),
+    selectableFields=atomic(struct(jsonPath=STRING)),
+)
 CRD = kind(
     spec=open_struct(
         group=STRING,
@@ -303,7 +321,7 @@ CRD = kind(
             listKind=STRING,
             categories=atomic(STRING),
         ),
-        versions=atomic(ANYTHING),
+        versions=atomic(_CRD_VERSION),
         preserveUnknownFields=BOOL,
     ),
     status=struct(

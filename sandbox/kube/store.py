@@ -51,17 +51,35 @@ class Collection:
         self.history: list[Change] = []
         #: Watches and exact reads older than this are refused.
         self.floor = floor
+        #: The last change that is no longer in the history.
+        self.dropped = 0
+        self._sorted: list[Key] | None = None
         self._waiters: set[asyncio.Future[None]] = set()
+
+    def keys(self) -> list[Key]:
+        """The keys of all objects by namespace and name; not to be changed."""
+        if self._sorted is None:
+            self._sorted = sorted(self.objects)
+        return self._sorted
+
+    def put(self, key: Key, stored: Stored) -> None:
+        if key not in self.objects:
+            self._sorted = None
+        self.objects[key] = stored
+
+    def remove(self, key: Key) -> None:
+        if self.objects.pop(key, None) is not None:
+            self._sorted = None
 
     def in_order(self, namespace: str | None) -> list[tuple[Key, Stored]]:
         """Objects by namespace and name; of one namespace where one is given."""
-        items = self.objects.items()
-        if namespace is not None:
-            return sorted((i for i in items if i[0][0] == namespace), key=_key_of)
-        return sorted(items, key=_key_of)
+        keys = of_namespace(self.keys(), namespace)
+        return [(key, self.objects[key]) for key in keys]
 
-    def at(self, version: int, namespace: str | None) -> list[tuple[Key, Stored]]:
-        """Objects as they stood at a past version (not below the floor)."""
+    def at(self, version: int) -> tuple[list[Key], dict[Key, Stored]]:
+        """Keys and objects as they stood at a past version (not below the floor)."""
+        if not self.history or self.history[-1].version <= version:
+            return self.keys(), self.objects
         past = dict(self.objects)
         for change in reversed(self.history):
             if change.version <= version:
@@ -70,10 +88,7 @@ class Collection:
                 past.pop(change.key, None)
             else:
                 past[change.key] = change.before
-        return sorted(
-            (item for item in past.items() if namespace is None or item[0][0] == namespace),
-            key=_key_of,
-        )
+        return sorted(past), past
 
     def since(self, version: int, limit: int = 500) -> list[Change]:
         """Up to `limit` changes after a version, in order."""
@@ -105,17 +120,24 @@ class Collection:
         self.history.append(change)
         if len(self.history) > most + most // 4:
             # Trim in steps: removing one at a time from the front would cost every write.
-            cut = len(self.history) - most
-            self.floor = max(self.floor, self.history[cut - 1].version)
-            del self.history[:cut]
+            self._cut(len(self.history) - most)
+            self.floor = max(self.floor, self.dropped)
 
     def compact(self, version: int) -> None:
         self.floor = max(self.floor, version)
-        del self.history[: bisect_left(self.history, version + 1, key=_version_of)]
+        self._cut(bisect_right(self.history, version, key=_version_of))
+
+    def _cut(self, count: int) -> None:
+        if count:
+            self.dropped = self.history[count - 1].version
+            del self.history[:count]
 
 
-def _key_of(item: tuple[Key, Stored]) -> Key:
-    return item[0]
+def of_namespace(keys: list[Key], namespace: str | None) -> list[Key]:
+    """The part of sorted keys that lies in a namespace."""
+    if namespace is None:
+        return keys
+    return keys[bisect_left(keys, (namespace, "")) : bisect_left(keys, (namespace + "\0", ""))]
 
 
 def _version_of(change: Change) -> int:
@@ -130,7 +152,7 @@ class Store:
     """All collections under one resource version."""
 
     def __init__(
-        self, *, version: int = 100, history: int = 20_000, max_object: int = 1536 * 1024
+        self, *, version: int = 100, history: int = 10_000, max_object: int = 1536 * 1024
     ) -> None:
         self.version = version
         self.collections: dict[str, Collection] = {}
@@ -177,9 +199,9 @@ class Store:
         place = self.collection(collection)
         self.version = max(self.version, change.version)
         if change.type == "DELETED":
-            place.objects.pop(change.key, None)
+            place.remove(change.key)
         else:
-            place.objects[change.key] = change.now
+            place.put(change.key, change.now)
         place.append(change, self._history)
         for observer in self.observers:
             observer(collection, change)

@@ -104,7 +104,7 @@ class Watch:
         start = place
         bookmark_at = self._next_bookmark()
         while not self.closed.is_set():
-            if place < self._collection.floor:
+            if place < self._collection.dropped:
                 yield self._expired(place)
                 return
             changes = self._collection.since(place)
@@ -160,7 +160,7 @@ class Watch:
         return None
 
     def _line(self, kind: str, stored: Stored, shown: Object) -> bytes:
-        if self._form.name or not self._resource.stored:
+        if self._form.name or not self._resource.is_native(stored.obj):
             return self._encoded(kind, shown)
         return b'{"type":"%b","object":%b}\n' % (kind.encode(), stored.raw)
 

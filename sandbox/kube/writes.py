@@ -72,7 +72,10 @@ class Writer:
         if metadata.get("generateName") and not metadata.get("name"):
             metadata["name"] = names.generated(metadata["generateName"])
         self._check_namespace(resource, metadata)
-        for name in ("deletionTimestamp", "deletionGracePeriodSeconds", "resourceVersion"):
+        if metadata.pop("resourceVersion", "") not in ("", "0"):
+            text = "resourceVersion should not be set on objects to be created"
+            raise ApiError(500, text, reason=None)
+        for name in ("deletionTimestamp", "deletionGracePeriodSeconds"):
             metadata.pop(name, None)
         metadata |= {"creationTimestamp": now(), "uid": str(uuid.uuid4())}
         metadata.pop("generation", None)

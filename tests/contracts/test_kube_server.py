@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
 from sandbox.kube import KubeServer
+from sandbox.kube.journal import StateError
 from tests.contracts.kube_crds import definitions
 
 _GROUP = "loadbalancer.harvesterhci.io"
@@ -236,6 +238,19 @@ async def test_a_slow_watch_is_told_that_it_fell_behind() -> None:
             await http.close()
 
 
+async def test_a_running_watch_outlives_a_compaction(http: Http, server: KubeServer) -> None:
+    """Compaction is felt by who starts in the past, not by who has kept up."""
+    _, listed = await http("GET", _MAPS)
+    start = listed["metadata"]["resourceVersion"]
+    async with http.watch(_MAPS, resourceVersion=start) as running:
+        await http.made(_SERVICES, _service())
+        server.compact()
+        await http.made(_MAPS, _map("a"))
+        assert [("ADDED", "a")] == await running.names(1)
+    async with http.watch(_MAPS, resourceVersion=start) as late:
+        assert "ERROR" == (await late.next())["type"]
+
+
 async def test_initial_events_end_with_a_marked_bookmark(http: Http) -> None:
     """A streaming list sends what is there, then says that this was it."""
     await http.made(_MAPS, _map("a"))
@@ -268,6 +283,28 @@ async def test_every_watch_sees_every_write_in_order(http: Http) -> None:
     versions = seen[:3]
     assert versions[0] == versions[1] == versions[2] == sorted(versions[0])
     assert 200 == len(set(versions[0]))
+
+
+# -- state -------------------------------------------------------------------------------------
+
+
+async def test_a_folder_has_one_server(tmp_path: Path) -> None:
+    """A second server on the same folder is refused, and the first is not disturbed."""
+    async with KubeServer(state=tmp_path) as first:
+        with pytest.raises(StateError, match="in use by another server"):
+            await KubeServer(state=tmp_path).start()
+        http = Http(first)
+        try:
+            await http.made(_MAPS, _map("a"))
+        finally:
+            await http.close()
+
+
+async def test_a_folder_that_cannot_be_read(tmp_path: Path) -> None:
+    """A damaged line is named with its file and number."""
+    (tmp_path / "objects.jsonl").write_text('{"version":200}\n{"collection":\n')
+    with pytest.raises(StateError, match=r"objects\.jsonl, line 2 cannot be read"):
+        await KubeServer(state=tmp_path).start()
 
 
 # -- faults ------------------------------------------------------------------------------------
@@ -383,6 +420,31 @@ async def test_objects_have_a_limit(http: Http) -> None:
     await http.made(_MAPS, _map("small"))
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", f"{_MAPS}/a", 405),
+        ("PUT", _MAPS, 405),
+        ("PATCH", _MAPS, 405),
+        ("DELETE", "/api/v1/namespaces", 405),
+        ("POST", "/api/v1/configmaps", 405),
+        ("DELETE", "/api/v1/configmaps", 405),
+        ("GET", f"{_MAPS}?limit=x", 400),
+        ("GET", f"{_MAPS}?labelSelector=a%20in%20b", 400),
+        ("GET", f"{_MAPS}?fieldSelector=data.k=v", 400),
+        ("POST", _MAPS, 400),
+        ("GET", "/api/v1/things", 404),
+        ("GET", f"{_MAPS}/a/status", 404),
+        ("GET", "/api/v2/pods", 404),
+    ],
+)
+async def test_requests_that_make_no_sense(http: Http, method: str, path: str, status: int) -> None:
+    """A request that cannot be meant is refused with its code, and the server goes on."""
+    body = b"[1, 2]" if method in ("POST", "PUT", "PATCH") else None
+    assert status == (await http(method, path, body))[0]
+    await http.made(_MAPS, _map("fine"))
+
+
 async def test_unconditional_updates(http: Http) -> None:
     """A built-in kind takes a PUT without resource version, a custom one does not."""
     await http.made(_MAPS, _map("a"))
@@ -408,6 +470,22 @@ async def test_versions_of_a_custom_resource(http: Http) -> None:
     assert f"{_GROUP}/v1alpha1" == changed["apiVersion"]
     _, stored = await http("GET", f"{_LBS}/a")
     assert (f"{_GROUP}/v1beta1", "x") == (stored["apiVersion"], stored["spec"]["description"])
+
+
+async def test_a_change_of_the_storage_version(http: Http) -> None:
+    """Objects that were stored in one version are still shown in each."""
+    for crd in definitions(_GROUP, status=False):
+        await http.made(_CRDS, crd)
+    await http.made(_LBS, {"metadata": {"name": "a"}, "spec": {"ipam": "pool"}})
+    path = f"{_CRDS}/loadbalancers.{_GROUP}"
+    _, crd = await http("GET", path)
+    for version in crd["spec"]["versions"]:
+        version["storage"] = not version["storage"]
+    status, changed = await http("PUT", path, crd)
+    assert (200, ["v1beta1", "v1alpha1"]) == (status, changed["status"]["storedVersions"])
+    for version in ("v1alpha1", "v1beta1"):
+        _, listed = await http("GET", _LBS.replace("v1beta1", version))
+        assert [f"{_GROUP}/{version}"] == [item["apiVersion"] for item in listed["items"]]
 
 
 async def test_a_deleted_definition_takes_its_kind_along(http: Http) -> None:
