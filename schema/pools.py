@@ -27,6 +27,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final, NamedTuple
 
+import msgspec
+
 from schema import addresses, objects
 from schema.addresses import AddressError
 
@@ -187,6 +189,24 @@ def flag(pool: objects.IPPool, annotation: str) -> bool:
     if value.strip().lower() == "true":
         return True
     raise PoolError(f"metadata.annotations[{annotation}]", f'{value!r} must be "true" or "false"')
+
+
+def read_quotas(pool: objects.IPPool) -> tuple[objects.PoolQuota, ...]:
+    """The quotas of the spec and of the annotation (a JSON list of the same items)."""
+    quotas = list(pool.spec.quotas or ())
+    where = "spec.quotas"
+    text = (pool.metadata.annotations or {}).get(QUOTAS_ANNOTATION, "")
+    if text.strip():
+        try:
+            quotas += msgspec.json.decode(text, type=list[objects.PoolQuota])
+        except msgspec.MsgspecError as error:
+            where = f"metadata.annotations[{QUOTAS_ANNOTATION}]"
+            message = f'{error}; write it like [{{"namespace": "*", "limit": 5}}]'
+            raise PoolError(where, message) from error
+    for quota in quotas:
+        if quota.limit < 0:
+            raise PoolError(where, f"limit {quota.limit} must not be negative")
+    return tuple(quotas)
 
 
 def _read_range(item: objects.PoolRange, where: str) -> Range:

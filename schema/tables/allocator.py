@@ -39,6 +39,11 @@ lease = sa.Table(
         server_default=sa.text("'{(,)}'::int4multirange"),
         comment="Ports that the lease covers: TCP as they are, UDP from 65536, SCTP from 131072.",
     ),
+    sa.Column(
+        "retiring",
+        sa.DateTime(timezone=True),
+        comment="Since when it waits for its owner to show the address that it moved to.",
+    ),
     sa.Column("cause", sa.Text, nullable=False),
     sa.Column("release_cause", sa.Text, nullable=False, server_default=""),
     sa.Column("release_reason", sa.Text, nullable=False, server_default=""),

@@ -41,6 +41,7 @@ def rules_of(settings: Settings) -> Rules:
         overflow=mine.overflow,
         grace=timedelta(seconds=mine.grace_s),
         cooldown=timedelta(seconds=mine.cooldown_s),
+        retire=timedelta(seconds=mine.retire_s),
     )
 
 

@@ -67,7 +67,7 @@ def escape(text: str) -> str:
 
 LEASE_COLUMNS = (
     "id", "plural", "namespace", "name", "uid", "address", "pool", "during", "rule", "adopted",
-    "sharing_key", "slots", "cause", "release_cause", "release_reason",
+    "sharing_key", "slots", "retiring", "cause", "release_cause", "release_reason",
 )  # fmt: skip
 
 
@@ -76,12 +76,24 @@ def lease_line(granted: Granted) -> str:
     owner = lease.owner
     namespace, _, name = owner.key.partition("/")
     until = f'"{granted.ended.isoformat()}"' if granted.ended else ""
+    slots = slots_text(lease.slots) if lease.slots else ALL_SLOTS
+    retiring = lease.retiring.isoformat() if lease.retiring else "\\N"
     return (
         f"{lease.id}\t{owner.plural}\t{namespace}\t{name}\t{owner.uid}\t"
         f'{addresses.text(lease.address)}\t{lease.pool}\t["{granted.at.isoformat()}",{until})\t'
-        f"{granted.rule}\t{'t' if granted.adopted else 'f'}\t"
-        f"\t{{(,)}}\t{granted.cause}\t{granted.end_cause}\t{granted.end_reason}\n"
+        f"{granted.rule}\t{'t' if granted.adopted else 'f'}\t{escape(lease.share)}\t{slots}\t"
+        f"{retiring}\t{granted.cause}\t{granted.end_cause}\t{granted.end_reason}\n"
     )
+
+
+ALL_SLOTS = "{(,)}"
+
+
+def slots_text(slots: tuple[tuple[int, int], ...]) -> str:
+    """Ports as a multirange; none are all of them."""
+    if not slots:
+        return ALL_SLOTS
+    return "{" + ",".join(f"[{first},{last + 1})" for first, last in slots) + "}"
 
 
 OWNER_COLUMNS = (

@@ -84,7 +84,13 @@ async def _load_leases(
     lease = tables.lease
     query = (
         sa.select(
-            lease.c.id, lease.c.plural, lease.c.uid, sa.func.host(lease.c.address), lease.c.pool
+            lease.c.id,
+            lease.c.plural,
+            lease.c.uid,
+            sa.func.host(lease.c.address),
+            lease.c.pool,
+            lease.c.sharing_key,
+            lease.c.retiring,
         )
         .where(sa.func.upper_inf(lease.c.during))
         .execution_options(yield_per=_CHUNK)
@@ -92,10 +98,12 @@ async def _load_leases(
     result = await conn.stream(query)
     pools: dict[str, str] = {}
     async for part in result.partitions():
-        for lease_id, plural, uid, address, pool in part:
+        for lease_id, plural, uid, address, pool, share, retiring in part:
             pool = pools.setdefault(pool, pool)
             number = addresses.parse_canonical(address)
-            restore.lease(state, Lease(lease_id, owners[plural, uid], number, pool))
+            held = Lease(lease_id, owners[plural, uid], number, pool, share)
+            held.retiring = retiring
+            restore.lease(state, held)
 
 
 async def _load_memos(conn: AsyncConnection, state: State) -> None:
@@ -240,6 +248,19 @@ _CLOSE = sa.text(
 )
 
 
+_ALTER = sa.text(
+    """
+    update allocator.lease l set
+        sharing_key = n.share, slots = cast(n.slots as int4multirange), retiring = n.retiring
+    from unnest(
+        cast(:id as text[]), cast(:share as text[]), cast(:slots as text[]),
+        cast(:retiring as timestamptz[])
+    ) as n (id, share, slots, retiring)
+    where l.id = n.id
+    """
+)
+
+
 async def _save_leases(conn: AsyncConnection, state: State) -> None:
     closed = state.changes.closed
     if closed:
@@ -250,6 +271,17 @@ async def _save_leases(conn: AsyncConnection, state: State) -> None:
                 "at": [c.at for c in closed],
                 "reason": [c.reason for c in closed],
                 "cause": [c.cause for c in closed],
+            },
+        )
+    altered = list(state.changes.altered.values())
+    if altered:
+        await conn.execute(
+            _ALTER,
+            {
+                "id": [lease.id for lease in altered],
+                "share": [lease.share for lease in altered],
+                "slots": [rows.slots_text(lease.slots) for lease in altered],
+                "retiring": [lease.retiring for lease in altered],
             },
         )
     lines = [rows.lease_line(granted) for granted in state.changes.granted.values()]

@@ -61,7 +61,7 @@ class World:
     def account(self) -> dict[str, events.PoolAccounted]:
         return {event.pool: event for event in account(self.state)}
 
-    def _seen(self, obj: objects.AnyObject) -> list[events.Event]:
+    def see(self, obj: objects.AnyObject) -> list[events.Event]:
         plural = objects.PLURALS[type(obj)]
         self.objects[plural, obj.metadata.namespace, obj.metadata.name] = obj
         return self.feed(events.SEEN[plural](at=self.at(), object=obj))
@@ -93,7 +93,7 @@ class World:
             ),
             **fields,  # type: ignore[arg-type]
         )
-        return self._seen(
+        return self.see(
             objects.IPPool(metadata=self.meta(name, **uid, **meta), spec=spec, status=status)
         )
 
@@ -113,7 +113,7 @@ class World:
         meta: dict[str, object] = {"annotations": annotations, "labels": labels}
         if uid or known:
             meta["uid"] = uid or known.metadata.uid  # type: ignore[union-attr]
-        return self._seen(
+        return self.see(
             objects.LoadBalancer(
                 metadata=self.meta(name, namespace, creation_timestamp=created, **meta),
                 spec=objects.LoadBalancerSpec(**spec),  # type: ignore[arg-type]
@@ -141,7 +141,7 @@ class World:
             meta["uid"] = uid or known.metadata.uid  # type: ignore[union-attr]
         shown = [objects.Ingress(ip=ip) for ip in ingress]
         parsed = [text.split("/") for text in ports]
-        return self._seen(
+        return self.see(
             objects.Service(
                 metadata=self.meta(name, namespace, creation_timestamp=created, **meta),
                 spec=objects.ServiceSpec(
@@ -158,7 +158,7 @@ class World:
 
     def namespace(self, name: str, project: str = "") -> list[events.Event]:
         annotations = {"field.cattle.io/projectId": project} if project else None
-        return self._seen(objects.Namespace(metadata=self.meta(name, annotations=annotations)))
+        return self.see(objects.Namespace(metadata=self.meta(name, annotations=annotations)))
 
     def gone(
         self, plural: str, name: str, namespace: str = "default", reason: str = "deleted"

@@ -7,15 +7,18 @@ fact twice must decide nothing.
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+from datetime import datetime, timedelta
 
+import msgspec
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from schema import addresses, events, objects
-from services.allocator.core import State
-from services.allocator.core.evolve import replay
+from schema import addresses, events, objects, selection
+from services.allocator.core import Rules, State
+from services.allocator.core.evolve import replay, replay_tick
+from services.allocator.core.model import Lease
 from services.allocator.core.state_of import fingerprint
 from tests.core.allocating import EVERYWHERE, World, shown
 
@@ -54,10 +57,12 @@ FAMILIES = st.sampled_from(
 
 
 class Allocation(RuleBasedStateMachine):
+    how = Rules()
+
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(synced=False)
-        self.steps: list[tuple[events.AnyEvent, int, str, list[events.Event]]] = []
+        self.world = World(self.how, synced=False)
+        self.steps: list[tuple[events.AnyEvent | datetime, int, str, list[events.Event]]] = []
         feed = self.world.feed
 
         def recording(fact: events.AnyEvent) -> list[events.Event]:
@@ -72,14 +77,22 @@ class Allocation(RuleBasedStateMachine):
     @initialize(early=st.booleans())
     def begin(self, early: bool) -> None:
         self.world.namespace("default", "c:p1")
+        self.world.pool("p1", "192.0.2.0/29 192.0.2.2-192.0.2.4", "2001:db8::/126")
         if not early:
             self.world.sync()
 
     # --- what happens ---
 
-    @rule(name=POOLS, ranges=RANGES, scope=SCOPES, priority=st.integers(0, 2))
-    def pool(self, name: str, ranges: tuple[str, ...], scope, priority: int) -> None:
-        self.world.pool(name, *ranges, scope=scope, priority=priority)
+    @rule(
+        name=POOLS,
+        ranges=RANGES,
+        scope=SCOPES,
+        priority=st.integers(0, 2),
+        quota=st.sampled_from([0, 0, 1, 3]),
+    )
+    def pool(self, name: str, ranges: tuple[str, ...], scope, priority: int, quota: int) -> None:
+        limits = [objects.PoolQuota(namespace="*", limit=quota)] if quota else None
+        self.world.pool(name, *ranges, scope=scope, priority=priority, quotas=limits)
 
     @rule(name=POOLS)
     def pool_gone(self, name: str) -> None:
@@ -93,6 +106,33 @@ class Allocation(RuleBasedStateMachine):
     @rule(name=NAMES, claim=st.sampled_from(["192.0.2.2", "192.0.2.3", "198.51.100.2"]))
     def lb_with_status(self, name: str, claim: str) -> None:
         self.world.lb(name, status=shown(claim, "p1"))
+
+    @rule(name=NAMES, data=st.data())
+    def lb_shows_what_it_holds(self, name: str, data: st.DataObject) -> None:
+        known = self.world.objects.get(("loadbalancers", "default", name))
+        held = self.world.addresses("loadbalancers", name)
+        if known is not None and held:
+            address = data.draw(st.sampled_from(held))
+            status = msgspec.structs.replace(shown(address, "p1"), address=address)
+            self.world.see(msgspec.structs.replace(known, status=status))
+
+    @rule(seconds=st.sampled_from([1, 30, 100]))
+    def time_passes(self, seconds: int) -> None:
+        before = self.world.state.now
+        out = self.world.tick(seconds)
+        self.check_decisions(out)
+        self.steps.append((before + timedelta(seconds=seconds), self.world.seq, "", out))
+
+    @rule(
+        name=NAMES,
+        key=st.sampled_from(["", "k1", "k2"]),
+        port=st.sampled_from(["TCP/80", "TCP/443", "UDP/80"]),
+        address=ADDRESSES,
+        policy=st.sampled_from(["Cluster", "Local"]),
+    )
+    def sharer(self, name: str, key: str, port: str, address: str, policy: str) -> None:
+        annotations = {"lbledger.io/allow-shared-ip": key, "lbledger.io/address": address}
+        self.world.svc(name, annotations=annotations, ports=[port], external_traffic_policy=policy)
 
     @rule(name=NAMES)
     def lb_by_dhcp(self, name: str) -> None:
@@ -156,8 +196,14 @@ class Allocation(RuleBasedStateMachine):
     def no_address_is_held_twice(self) -> None:
         everybody = {id(o): o for o in self.world.state.all_owners()}
         everybody.update((id(o), o) for o in self.world.state.departed.values())
-        held = Counter(lease.address for o in everybody.values() for lease in o.leases)
-        assert not [addresses.text(a) for a, n in held.items() if n > 1]
+        held: dict[int, list[Lease]] = {}
+        for owner in everybody.values():
+            for lease in owner.leases:
+                held.setdefault(lease.address, []).append(lease)
+        for leases in held.values():
+            for one, other in itertools.combinations(leases, 2):
+                assert one.share == other.share != ""
+                assert not set(one.slots) & set(other.slots)
 
     @invariant()
     def pools_count_right(self) -> None:
@@ -191,9 +237,9 @@ class Allocation(RuleBasedStateMachine):
                 continue
             for wait in owner.waits:
                 if wait[0] == "pool" and owner.refusal and owner.refusal.reason == "PoolExhausted":
-                    space = state.pools[str(wait[1])].spaces[int(str(wait[2]))]
-                    assert space.available == 0, (owner, wait)
-                if wait[0] == "address":
+                    pool, family = state.pools[str(wait[1])], int(str(wait[2]))
+                    assert not state.grantable(pool, family), (owner, wait)
+                if wait[0] == "address" and not self.world.rules.cooldown:
                     assert (
                         any(
                             int(str(wait[1])) in space.held
@@ -217,7 +263,10 @@ class Allocation(RuleBasedStateMachine):
         """The log of facts and decisions, replayed, gives the same state."""
         state = State(self.world.rules)
         for fact, seq, epoch, out in self.steps:
-            replay(state, fact, out, epoch=epoch, seq=seq)
+            if isinstance(fact, datetime):
+                replay_tick(state, fact, out)
+            else:
+                replay(state, fact, out, epoch=epoch, seq=seq)
         assert fingerprint(state) == fingerprint(self.world.state)
 
 
@@ -227,4 +276,19 @@ Allocation.TestCase.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
+
+
+class PatientAllocation(Allocation):
+    """The same with overflow to the next pool, cool-downs and a grace period."""
+
+    how = Rules(
+        overflow=True,
+        grace=timedelta(seconds=20),
+        cooldown=timedelta(seconds=10),
+        selection=selection.Rules(open_pools=True),
+    )
+
+
+PatientAllocation.TestCase.settings = Allocation.TestCase.settings
 TestAllocation = Allocation.TestCase
+TestPatientAllocation = PatientAllocation.TestCase

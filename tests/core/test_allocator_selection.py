@@ -104,7 +104,7 @@ def test_a_request_can_not_widen_itself():
 
 
 def test_project_comes_from_the_namespace_object():
-    """The project annotation of the load balancer counts for nothing, that of its namespace does."""
+    """The annotation of the load balancer counts for nothing, that of its namespace does."""
     world = World()
     world.pool("p1", "192.0.2.0/29", scope=[objects.PoolScope(project="c-1/p-1", namespace="*")])
     world.namespace("default", "c-1:p-2")

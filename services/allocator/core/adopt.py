@@ -9,10 +9,10 @@ the memory by which a name gets its old address back.
 
 from __future__ import annotations
 
-from schema import addresses, events
+from schema import addresses
 from schema.addresses import AddressError
+from services.allocator.core import ledger
 from services.allocator.core.model import LOADBALANCERS, POOL, Claim, Owner, Pool
-from services.allocator.core.place import begin_lease, event_owner
 from services.allocator.core.space import Memo
 from services.allocator.core.state import BEGINNING, State
 
@@ -31,7 +31,7 @@ def adopt(state: State) -> None:
             continue
         pool = _pool_of(state, claim)
         if pool is not None and not state.holders(claim.address, pool):
-            take_over(state, owner, pool, claim)
+            ledger.adopt(state, owner, pool, claim.address, claim.source)
     recall_histories(state)
 
 
@@ -78,26 +78,6 @@ def _pool_of(state: State, claim: Claim) -> Pool | None:
         if any(item.start <= claim.address <= item.end for item in pool.plan.ranges):
             return pool
     return None
-
-
-def take_over(state: State, owner: Owner, pool: Pool, claim: Claim) -> None:
-    lease_id = f"{state.cause}:{state.next_serial()}"
-    begin_lease(state, owner, pool.name, claim.address, lease_id, claim.source, adopted=True)
-    item = pool.plan.range_of(claim.address) if pool.plan is not None else None
-    state.out.append(
-        events.LeaseAdopted(
-            at=state.now,
-            owner=event_owner(owner),
-            lease=lease_id,
-            address=addresses.text(claim.address),
-            pool=pool.name,
-            mask=item.mask if item else "",
-            gateway=item.gateway_text if item else "",
-            source=claim.source,
-            sharing_key=owner.request.share,
-            generation=owner.generation,
-        )
-    )
 
 
 def recall_histories(state: State) -> None:

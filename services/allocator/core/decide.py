@@ -8,16 +8,18 @@ becomes known, what the cluster shows already is adopted before anything is gran
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import datetime
 from typing import NamedTuple
 
-from schema import events
+from schema import addresses, events
 from services.allocator.core import observe
 from services.allocator.core.adopt import adopt
+from services.allocator.core.ledger import release_all
 from services.allocator.core.model import NOTHING, Owner
-from services.allocator.core.place import place, release_all
+from services.allocator.core.place import note_stray, place, retire_due, shown
 from services.allocator.core.state import State
-from services.allocator.core.wake import wake
+from services.allocator.core.wake import wake, wake_cooled
 
 RELEASE_REASONS = {"deleted": "owner-deleted", "replaced": "replaced", "vanished": "reclaimed"}
 MAX_INT64 = (1 << 63) - 1
@@ -40,6 +42,10 @@ def decide(state: State, fact: events.AnyEvent, *, epoch: str, seq: int) -> list
 def tick(state: State, now: datetime) -> list[events.Event]:
     """Time has passed: reclaim what is due."""
     state.begin(now, state.cause)
+    if state.ready:
+        retire_due(state)
+        if state.rules.cooldown:
+            wake_cooled(state)
     return conclude(state, was_ready=state.ready)
 
 
@@ -76,8 +82,12 @@ def conclude(state: State, *, was_ready: bool) -> list[events.Event]:
             _release_departed(state)
         if state.undecided:
             _place_undecided(state)
-        if state.altered or state.freed:
+        if state.showing:
+            _let_movers_go(state)
+        if state.altered or state.freed or state.freed_quotas:
             wake(state)
+        if state.strayed:
+            _note_strays(state)
     out, state.out = state.out, []
     return out
 
@@ -115,18 +125,48 @@ def _place_undecided(state: State) -> None:
             state.forget_owner(owner)
 
 
+def _let_movers_go(state: State) -> None:
+    showing, state.showing = state.showing, []
+    for owner, claims in showing:
+        if state.knows(owner):
+            shown(state, owner, claims)
+
+
+def _note_strays(state: State) -> None:
+    strayed, state.strayed = state.strayed, {}
+    for owner in strayed.values():
+        if state.knows(owner) and owner.gone_at is None:
+            note_stray(state, owner)
+
+
 def _by_ticket(owner: Owner) -> int:
     return owner.ticket
 
 
 def next_deadline(state: State) -> datetime | None:
     """When a tick could decide something, as far as is known now."""
-    ends = [
-        owner.gone_at + state.rules.grace
-        for owner in state.departed.values()
-        if owner.gone_at is not None
-    ]
+    rules = state.rules
+    ends = [o.gone_at + rules.grace for o in state.departed.values() if o.gone_at is not None]
+    ends += [o.retiring + rules.retire for o in state.retiring.values() if o.retiring is not None]
+    if rules.cooldown:
+        ends += [released + rules.cooldown for released in _cooling_for_waiters(state)]
     return min(ends, default=None)
+
+
+def _cooling_for_waiters(state: State) -> Iterator[datetime]:
+    """When the addresses were released that somebody waits for although they are free."""
+    for wait in state.queues.kind("pool"):
+        pool = state.pools.get(str(wait[1]))
+        space = pool.spaces.get(int(str(wait[2]))) if pool is not None else None
+        memo = space.longest_released() if space is not None else None
+        if memo is not None:
+            yield memo.released
+    for wait in state.queues.kind("address"):
+        address = int(str(wait[1]))
+        for pool in state.pools_around(address):
+            space = pool.spaces.get(addresses.family(address))
+            if space is not None and address in space.free:
+                yield space.free[address].released
 
 
 def account(state: State) -> list[events.PoolAccounted]:
@@ -147,7 +187,7 @@ def account(state: State) -> list[events.PoolAccounted]:
                 uid=pool.uid,
                 generation=pool.generation,
                 total=min(pool.total, MAX_INT64),
-                available=max(0, min(pool.available(), MAX_INT64)),
+                available=max(0, min(state.available(pool), MAX_INT64)),
                 waiting=sum(state.queues.waiting(("pool", name, family)) for family in (4, 6)),
                 last_allocated=pool.last_allocated,
                 ready=not pool.reason,

@@ -9,8 +9,10 @@ decision are then decided in the usual way.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import datetime
 
 from schema import addresses, events
+from services.allocator.core import ledger, sharing
 from services.allocator.core.adopt import recall_histories
 from services.allocator.core.decide import become_ready, due, take_in
 from services.allocator.core.model import (
@@ -25,14 +27,8 @@ from services.allocator.core.model import (
     Refusal,
     Request,
 )
-from services.allocator.core.place import (
-    begin_lease,
-    end_lease,
-    fits,
-    missing,
-    rejoin,
-    settle,
-)
+from services.allocator.core.pick import missing
+from services.allocator.core.place import OUTSIDE, fitting_leases, note_stray, rejoin, settle
 from services.allocator.core.state import State
 
 
@@ -64,6 +60,16 @@ def replay(
     state.out.clear()
 
 
+def replay_tick(state: State, now: datetime, decisions: Iterable[events.AnyEvent]) -> None:
+    """The passing of time, with the decisions that it led to."""
+    state.begin(now, state.cause)
+    for decision in decisions:
+        evolve(state, decision)
+    if state.ready:
+        _follow(state)
+    state.out.clear()
+
+
 def evolve(state: State, decision: events.AnyEvent) -> None:
     """Apply one recorded decision. One that holds already changes nothing."""
     match decision:
@@ -83,13 +89,14 @@ def _granted(state: State, decision: events.LeaseGranted | events.LeaseAdopted) 
     state.now = max(state.now, decision.at)
     owner = _owner(state, decision.owner)
     if any(lease.id == decision.lease for lease in owner.leases):
+        note_stray(state, owner)
         return
     adopted = isinstance(decision, events.LeaseAdopted)
     rule = decision.source if isinstance(decision, events.LeaseAdopted) else decision.rule
     serial = int(decision.lease.rpartition(":")[2])
     state.serial = max(state.serial, serial)
     state.changes.clock = True
-    begin_lease(
+    ledger.begin(
         state,
         owner,
         decision.pool,
@@ -100,6 +107,7 @@ def _granted(state: State, decision: events.LeaseGranted | events.LeaseAdopted) 
     )
     if not adopted:
         state.undecided[owner.plural, owner.uid] = owner
+        state.moved[owner.plural, owner.uid] = owner
 
 
 def _released(state: State, decision: events.LeaseReleased) -> None:
@@ -107,7 +115,7 @@ def _released(state: State, decision: events.LeaseReleased) -> None:
     owner = _known(state, decision.owner)
     lease = _lease(owner, decision.lease) if owner is not None else None
     if lease is not None:
-        end_lease(state, lease, decision.reason)
+        ledger.end(state, lease, decision.reason)
 
 
 def _lease(owner: Owner, lease_id: str) -> Lease | None:
@@ -116,9 +124,7 @@ def _lease(owner: Owner, lease_id: str) -> Lease | None:
 
 def _refused(state: State, decision: events.LeaseRefused) -> None:
     owner = _owner(state, decision.owner)
-    if not owner.ticket:
-        owner.ticket = state.next_serial()
-    owner.phase = WAITING
+    state.changed(owner)
     owner.refusal = Refusal(
         decision.reason,
         decision.message,
@@ -126,8 +132,12 @@ def _refused(state: State, decision: events.LeaseRefused) -> None:
         tuple((v.pool, v.reason, v.message) for v in decision.considered),
         decision.kept,
     )
+    if decision.reason == OUTSIDE:
+        return
+    if not owner.ticket:
+        owner.ticket = state.next_serial()
+    owner.phase = WAITING
     state.undecided.pop((owner.plural, owner.uid), None)
-    state.changed(owner)
     rejoin(state, owner)
 
 
@@ -154,6 +164,12 @@ def _follow(state: State) -> None:
     for owner in due(state):
         if not owner.leases:
             state.forget_owner(owner)
+    moved, state.moved = state.moved, {}
+    for owner in moved.values():
+        fitting = fitting_leases(state, owner)
+        for lease in owner.leases:
+            if lease not in fitting and state.rules.retire:
+                state.retire(lease)
     undecided, state.undecided = state.undecided, {}
     for owner in sorted(undecided.values(), key=lambda owner: owner.ticket):
         if owner.request.mode == NOTHING:
@@ -162,11 +178,16 @@ def _follow(state: State) -> None:
         if owner.request.mode == DHCP:
             settle(state, owner, DELEGATED)
             continue
-        fitting = tuple(lease for lease in owner.leases if fits(owner.request, lease))
-        if owner.request.problem or missing(state, owner.request, fitting):
+        fitting = fitting_leases(state, owner)
+        for lease in fitting:
+            sharing.restate_slots(state, lease)
+        if owner.request.problem or missing(owner.request, fitting):
             owner.phase = WAITING
             rejoin(state, owner)
         else:
             settle(state, owner, HELD)
     state.altered.clear()
     state.freed.clear()
+    state.freed_quotas.clear()
+    state.showing.clear()
+    state.strayed.clear()

@@ -47,6 +47,11 @@ class Request(NamedTuple):
     guest: str = ""  # the Service inside a guest cluster that a ticket stands for
     problem: str = ""  # why the request can't be followed
 
+    @property
+    def sharing_key(self) -> str:
+        """Owners share within their namespace."""
+        return f"{self.namespace}/{self.share}" if self.share else ""
+
 
 class Refusal(NamedTuple):
     reason: str
@@ -58,7 +63,8 @@ class Refusal(NamedTuple):
 
 Wait = tuple[object, ...]
 """What an owner waits for: ("pool", name, family) capacity, ("address", number) its release,
-("name", pool) a change of that pool, ("need", Need) a pool that fits."""
+("quota", pool, ...) a place in a quota, ("name", pool) a change of that pool, ("need", Need) a
+pool that fits."""
 
 
 class Claim(NamedTuple):
@@ -75,6 +81,9 @@ class Lease:
     owner: Owner
     address: int
     pool: str
+    share: str = ""  # key under which others may hold the same address
+    slots: tuple[tuple[int, int], ...] = ()  # ports that it covers; none: all
+    retiring: datetime | None = None  # since when it waits for the owner to show another one
 
 
 @dataclass(slots=True, eq=False)
@@ -121,6 +130,7 @@ class Pool:
     claims: dict[str, str] = field(default_factory=dict)  # status.allocated, until adopted
     history: dict[str, str] = field(default_factory=dict)  # status.allocatedHistory, likewise
     last_allocated: str = ""
+    quotas: tuple[objects.PoolQuota, ...] = ()
 
     @property
     def usable(self) -> bool:
@@ -131,6 +141,10 @@ class Pool:
 
     def space(self, family: int) -> Space | None:
         return self.spaces.get(family)
+
+    def mask_and_gateway(self, address: int) -> tuple[str, str]:
+        item = self.plan.range_of(address) if self.plan is not None else None
+        return (item.mask, item.gateway_text) if item is not None else ("", "")
 
     @property
     def total(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from schema import events, objects
-from schema.pools import PoolError, read_plan
+from schema.pools import DISABLED_ANNOTATION, PoolError, flag, read_plan, read_quotas
 from services.allocator.core import request as requests
 from services.allocator.core.model import (
     HELD,
@@ -35,7 +35,9 @@ def load_balancer(state: State, obj: objects.LoadBalancer, epoch: str) -> None:
     meta = obj.metadata
     request = requests.of_load_balancer(obj)
     claims = requests.claims_of_load_balancer(obj)
-    _owner_seen(state, LOADBALANCERS, meta, request, claims, epoch)
+    owner = _owner_seen(state, LOADBALANCERS, meta, request, claims, epoch)
+    if owner is not None and state.retiring:
+        state.showing.append((owner, requests.shown_by_load_balancer(obj)))
 
 
 def service(state: State, obj: objects.Service, epoch: str) -> None:
@@ -46,7 +48,10 @@ def service(state: State, obj: objects.Service, epoch: str) -> None:
             _owner_seen(state, SERVICES, meta, requests.NO_REQUEST, (), epoch)
         return
     request = requests.of_service(obj, classless=state.rules.classless)
-    _owner_seen(state, SERVICES, meta, request, requests.claims_of_service(obj), epoch)
+    claims = requests.claims_of_service(obj)
+    owner = _owner_seen(state, SERVICES, meta, request, claims, epoch)
+    if owner is not None and state.retiring:
+        state.showing.append((owner, tuple(claim.address for claim in claims)))
 
 
 def _owner_seen(
@@ -56,7 +61,7 @@ def _owner_seen(
     request: Request,
     claims: tuple[Claim, ...],
     epoch: str,
-) -> None:
+) -> Owner | None:
     key = f"{meta.namespace}/{meta.name}"
     owner = state.owners[plural].get(key)
     if owner is not None and owner.uid != meta.uid:
@@ -65,13 +70,13 @@ def _owner_seen(
     request = state.intern(request)
     if owner is None:
         if request.mode == NOTHING:
-            return
+            return None
         created = meta.creation_timestamp.isoformat() if meta.creation_timestamp else ""
         owner = Owner(plural, key, meta.uid, request, epoch, meta.generation)
         owner.claims, owner.created = claims, created
         state.add_owner(owner)
         state.undecide(owner)
-        return
+        return owner
     if owner.epoch != epoch or owner.gone_at is not None:
         owner.epoch, owner.gone_at, owner.gone_how = epoch, None, ""
         state.departed.pop((plural, owner.uid), None)
@@ -80,11 +85,12 @@ def _owner_seen(
         if owner.phase != HELD and owner.generation != meta.generation:
             owner.generation = meta.generation
             state.changed(owner)
-        return
+        return owner
     owner.request, owner.generation = request, meta.generation
     if owner.phase == PENDING:
         owner.claims = claims
     state.undecide(owner)
+    return owner
 
 
 # --- pools ---
@@ -142,7 +148,7 @@ def _published(state: State, known: Pool, obj: objects.IPPool) -> None:
 def _read(state: State, known: Pool) -> None:
     """Read the ranges; with bad ones the pool keeps those it had, and grants nothing."""
     try:
-        plan = read_plan(known.view)
+        plan, quotas = read_plan(known.view), read_quotas(known.view)
     except PoolError as error:
         known.reason, known.problem = "InvalidRange", str(error)
         state.forget_choices()
@@ -151,6 +157,9 @@ def _read(state: State, known: Pool) -> None:
         known.reason, known.problem, known.good = *standing(known.view), known.view
         if known.plan != plan:
             state.reshape(known, plan)
+        if known.quotas != quotas:
+            known.quotas = quotas
+            state.recount_quotas(known)
         state.forget_choices()
         state.touched[known.name] = None
     state.altered.append(known.name)
@@ -159,7 +168,7 @@ def _read(state: State, known: Pool) -> None:
 def standing(view: objects.IPPool) -> tuple[str, str]:
     if view.metadata.deletion_timestamp is not None:
         return "PoolDeleting", "the pool is being deleted"
-    if view.spec.disabled:
+    if view.spec.disabled or flag(view, DISABLED_ANNOTATION):
         return "PoolDisabled", "the pool is disabled"
     return "", ""
 
@@ -177,6 +186,9 @@ def namespace(state: State, obj: objects.Namespace, epoch: str) -> None:
     state.changes.projects.add(meta.name)
     if before is None or before[0] != project:
         state.forget_choices()
+        for known in state.pools.values():
+            if known.quotas:
+                state.recount_quotas(known)
         _reconsider_waiting(state, meta.name)
 
 

@@ -1,18 +1,18 @@
-"""Which address an owner gets: the rules of one placement.
+"""Deciding about one owner: what it keeps, what it gets, what it lets go.
 
-What an owner holds stays as long as it fits the request; only what is missing is looked for. An
-address that was asked for by value is given or refused, never replaced by another. Otherwise the
-owner gets the address that its name had last, if that is free; else one that nobody ever had; else
-the one whose release is longest ago. A move is made before the old address is let go, and an owner
-whose move fails keeps what it has.
+What an owner holds stays as long as it fits the request; only what is missing is looked for. A
+move is made before the old address is let go: it retires, and is released when the owner's status
+shows the new one (or, at the latest, when the time for that is over). An owner whose move fails
+keeps what it has. Two families asked for strictly are given together or not at all.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final
 
 from schema import addresses, events
-from schema.addresses import NAMES
+from services.allocator.core import sharing
+from services.allocator.core.ledger import adopted, event_owner, grant, release, release_all
 from services.allocator.core.model import (
     DELEGATED,
     DHCP,
@@ -21,271 +21,99 @@ from services.allocator.core.model import (
     WAITING,
     Lease,
     Owner,
-    Pool,
     Refusal,
-    Request,
     Wait,
 )
-from services.allocator.core.state import Choice, Closed, Granted, State
+from services.allocator.core.pick import Miss, fits, look_for, missing
+from services.allocator.core.state import State
+
+OUTSIDE: Final = "AddressOutsidePool"
 
 
-class Pick(NamedTuple):
-    pool: Pool
-    address: int
-    rule: str
-
-
-class Miss(NamedTuple):
-    """Why nothing was found, and what would change that."""
-
-    refusal: Refusal
-    waits: tuple[Wait, ...]
-
-
-def place(state: State, owner: Owner) -> bool:
-    """Decide about one owner; true when it now has all that it asks for."""
+def place(state: State, owner: Owner) -> None:
     request = owner.request
     if request.mode == NOTHING:
         release_all(state, owner, "owner-retyped")
         settle(state, owner, HELD)
-        return True
+        return
     if request.mode == DHCP:
-        return _delegate(state, owner)
-    fitting = tuple(lease for lease in owner.leases if fits(request, lease))
-    families = missing(state, request, fitting)
+        _delegate(state, owner)
+        return
     if request.problem:
         _refuse(state, owner, Miss(Refusal("InvalidRequest", request.problem), ()))
-        return False
-    picks, miss = look_for(state, owner, families)
+        return
+    fitting = fitting_leases(state, owner)
+    _end_sharing(state, owner, fitting)
+    picks, miss = look_for(state, owner, missing(request, fitting))
     if miss is not None and (request.strict or not (picks or fitting)):
         _refuse(state, owner, miss)
-        return False
+        return
+    before = owner.leases
     for pick in picks:
-        grant(state, owner, pick)
-    for lease in [lease for lease in owner.leases if not _kept(lease, fitting, picks)]:
-        release(state, lease, "request-changed")
+        grant(state, owner, *pick)
+    for lease in before:
+        if lease not in fitting and not lease.retiring and lease in owner.leases:
+            _let_go(state, lease, by_move=bool(picks))
+    for lease in fitting:
+        sharing.restate_slots(state, lease)
     if miss is not None:
         _refuse(state, owner, miss)
-        return False
-    settle(state, owner, HELD)
-    return True
-
-
-def fits(request: Request, lease: Lease) -> bool:
-    """Whether a lease is still what the request asks for. Pool edits do not make it unfit."""
-    family = addresses.family(lease.address)
-    if request.pool and lease.pool != request.pool:
-        return False
-    if request.families and family not in request.families:
-        return False
-    asked = [address for address in request.addresses if addresses.family(address) == family]
-    return not asked or lease.address in asked
-
-
-def missing(state: State, request: Request, leases: tuple[Lease, ...]) -> tuple[int, ...]:
-    """The families for which an address has to be found; 0 stands for any one."""
-    held = {addresses.family(lease.address) for lease in leases}
-    wanted = [addresses.family(address) for address in request.addresses]
-    wanted += [family for family in request.families if family not in wanted]
-    if not wanted:
-        return () if held else (0,)
-    return tuple(family for family in wanted if family not in held)
-
-
-def look_for(
-    state: State, owner: Owner, families: tuple[int, ...]
-) -> tuple[list[Pick], Miss | None]:
-    """An address for each of the families; the miss speaks of the first that has none."""
-    if not families:
-        return [], None
-    request = owner.request
-    choice = state.choice(request)
-    if not choice.pools:
-        waits: tuple[Wait, ...] = (("name", request.pool),) if request.pool else ()
-        waits = waits or (("need", choice.need),)
-        refusal = Refusal(choice.reason, choice.message, request.pool, choice.considered)
-        return [], Miss(refusal, waits)
-    both = _first_with_all(choice, families)
-    picks: list[Pick] = []
-    first_miss: Miss | None = None
-    for family in families:
-        found = _look_in(state, owner, choice, both, family)
-        if isinstance(found, Pick):
-            picks.append(found)
-        else:
-            first_miss = first_miss or found
-    return picks, first_miss
-
-
-def _first_with_all(choice: Choice, families: tuple[int, ...]) -> Pool | None:
-    """For two families one pool that has both goes before two pools."""
-    if len(families) < 2:
-        return None
-    for pool in choice.pools:
-        if all(family in pool.spaces for family in families):
-            return pool
-    return None
-
-
-def _look_in(
-    state: State, owner: Owner, choice: Choice, both: Pool | None, family: int
-) -> Pick | Miss:
-    request = owner.request
-    asked = next((a for a in request.addresses if addresses.family(a) == family), None)
-    if asked is not None:
-        return _look_for_asked(state, owner, choice, asked)
-    pools = [pool for pool in choice.pools if not family or family in pool.spaces]
-    if both is not None:
-        pools = [both, *(pool for pool in pools if pool is not both)]
-    if not pools:
-        return _no_family(choice, request, family)
-    tried: list[tuple[str, str, str]] = list(choice.considered)
-    for pool in pools if state.rules.overflow else pools[:1]:
-        space_family = family or min(pool.spaces)
-        pick = choose(state, owner, pool, space_family)
-        if pick is not None:
-            return pick
-        tried.append((pool.name, "PoolExhausted", _exhausted(pool, space_family)))
-    last = pools[0]
-    space_family = family or min(last.spaces)
-    refusal = Refusal("PoolExhausted", _exhausted(last, space_family), last.name, tuple(tried))
-    waits: list[Wait] = [("pool", last.name, space_family)]
-    if state.rules.overflow:
-        waits = [("pool", pool.name, family or min(pool.spaces)) for pool in pools]
-    waits.append(("name", request.pool) if request.pool else ("need", choice.need))
-    return Miss(refusal, tuple(waits))
-
-
-def choose(state: State, owner: Owner, pool: Pool, family: int) -> Pick | None:
-    """A free address of the pool by the rules of preference."""
-    space = pool.spaces[family]
-    for memo in reversed(state.memory.get((owner.plural, owner.key), ())):
-        if memo.pool == pool.name and addresses.family(memo.address) == family:
-            return Pick(pool, memo.address, "returning")
-    for claim in owner.claims:
-        if addresses.family(claim.address) == family and space.is_free(claim.address):
-            return Pick(pool, claim.address, "shown")
-    if space.available <= 0:
-        return None
-    address = space.fresh()
-    if address is not None:
-        return Pick(pool, address, "never-used")
-    oldest = space.longest_released()
-    return Pick(pool, oldest.address, "longest-released") if oldest is not None else None
-
-
-def _look_for_asked(state: State, owner: Owner, choice: Choice, address: int) -> Pick | Miss:
-    """An address that was asked for by value: that one or none."""
-    request, name = owner.request, addresses.text(address)
-    waits: list[Wait] = [("name", pool.name) for pool in choice.pools]
-    if not request.pool:
-        waits.append(("need", choice.need))
-    considered = []
-    for pool in choice.pools:
-        why = pool.plan.why_not(address) if pool.plan is not None else pool.problem
-        if not why:
-            holders = state.holders(address, pool)
-            if not holders:
-                return Pick(pool, address, "requested")
-            others = ", ".join(f"{lease.owner.plural}/{lease.owner.key}" for lease in holders)
-            why = f"requested ip {name} is held by {others}"
-            waits.append(("address", address))
-        considered.append((pool.name, "RequestedAddressUnavailable", why))
-    message = "; ".join(f"pool {pool}: {why}" for pool, _, why in considered)
-    refusal = Refusal("RequestedAddressUnavailable", message, request.pool, tuple(considered))
-    return Miss(refusal, tuple(waits))
-
-
-def _no_family(choice: Choice, request: Request, family: int) -> Miss:
-    names = ", ".join(pool.name for pool in choice.pools)
-    message = f"no {NAMES[family]} range in pool {names}"
-    waits: list[Wait] = [("name", pool.name) for pool in choice.pools]
-    if not request.pool:
-        waits.append(("need", choice.need))
-    return Miss(Refusal("FamilyUnavailable", message, request.pool), tuple(waits))
-
-
-def _exhausted(pool: Pool, family: int) -> str:
-    space = pool.spaces[family]
-    assert pool.plan is not None
-    return (
-        f"fail to get ip from pool {pool.name}, error: no IP addresses available in range set: "
-        f"{pool.plan.text(family)} (total={space.shape.total} available={space.available})"
-    )
-
-
-# --- taking and letting go ---
-
-
-def event_owner(owner: Owner) -> events.Owner:
-    namespace, _, name = owner.key.partition("/")
-    return events.Owner(plural=owner.plural, namespace=namespace, name=name, uid=owner.uid)
-
-
-def grant(state: State, owner: Owner, pick: Pick) -> None:
-    pool, address, rule = pick
-    lease_id = f"{state.cause}:{state.next_serial()}"
-    begin_lease(state, owner, pool.name, address, lease_id, rule)
-    item = pool.plan.range_of(address) if pool.plan is not None else None
-    state.out.append(
-        events.LeaseGranted(
-            at=state.now,
-            owner=event_owner(owner),
-            lease=lease_id,
-            address=addresses.text(address),
-            pool=pool.name,
-            mask=item.mask if item else "",
-            gateway=item.gateway_text if item else "",
-            rule=rule,
-            sharing_key=owner.request.share,
-            generation=owner.generation,
-        )
-    )
-
-
-def begin_lease(
-    state: State,
-    owner: Owner,
-    pool: str,
-    address: int,
-    lease_id: str,
-    rule: str,
-    *,
-    adopted: bool = False,
-) -> None:
-    lease = state.hold(owner, pool, address, lease_id)
-    state.changes.granted[lease_id] = Granted(lease, state.now, rule, state.cause, adopted)
-
-
-def end_lease(state: State, lease: Lease, reason: str) -> None:
-    begun = state.changes.granted.get(lease.id)
-    if begun is not None:
-        begun.ended, begun.end_reason, begun.end_cause = state.now, reason, state.cause
     else:
-        state.changes.closed.append(Closed(lease.id, state.now, reason, state.cause))
-    state.drop(lease)
+        settle(state, owner, HELD)
 
 
-def release(state: State, lease: Lease, reason: str) -> None:
-    end_lease(state, lease, reason)
-    state.out.append(
-        events.LeaseReleased(
-            at=state.now,
-            owner=event_owner(lease.owner),
-            lease=lease.id,
-            address=addresses.text(lease.address),
-            pool=lease.pool,
-            reason=reason,
-        )
-    )
+def fitting_leases(state: State, owner: Owner) -> tuple[Lease, ...]:
+    """What the owner may keep. One that retires comes back where it fits again before the move
+    has shown."""
+    fitting = [lease for lease in owner.leases if fits(state, lease)]
+    if any(lease.retiring for lease in fitting):
+        current = {addresses.family(lease.address) for lease in fitting if not lease.retiring}
+        fitting = [
+            lease
+            for lease in fitting
+            if not lease.retiring or addresses.family(lease.address) not in current
+        ]
+        for lease in fitting:
+            state.unretire(lease)
+    return tuple(fitting)
 
 
-def release_all(state: State, owner: Owner, reason: str) -> None:
+def _end_sharing(state: State, owner: Owner, fitting: tuple[Lease, ...]) -> None:
+    """A holder that may not share any more leaves at once: the others were there by right."""
     for lease in owner.leases:
-        release(state, lease, reason)
+        if lease not in fitting and lease.share and not sharing.still_shares(state, lease):
+            release(state, lease, "sharing-ended")
 
 
-def _delegate(state: State, owner: Owner) -> bool:
+def _let_go(state: State, lease: Lease, *, by_move: bool) -> None:
+    if by_move and state.rules.retire:
+        state.retire(lease)
+    else:
+        release(state, lease, "request-changed")
+
+
+def shown(state: State, owner: Owner, claims: tuple[int, ...]) -> None:
+    """The owner's status shows these addresses: what retired in their favour may go."""
+    retiring = [lease for lease in owner.leases if lease.retiring]
+    for lease in retiring:
+        family = addresses.family(lease.address)
+        current = [
+            one
+            for one in owner.leases
+            if not one.retiring and addresses.family(one.address) == family
+        ]
+        if lease.address not in claims and all(one.address in claims for one in current):
+            release(state, lease, "request-changed")
+
+
+def retire_due(state: State) -> None:
+    """Leases that have been retiring for so long that nobody will show the new address."""
+    for lease in list(state.retiring.values()):
+        if lease.retiring is not None and lease.retiring + state.rules.retire <= state.now:
+            release(state, lease, "request-changed")
+
+
+def _delegate(state: State, owner: Owner) -> None:
     release_all(state, owner, "request-changed")
     if owner.phase != DELEGATED:
         state.out.append(
@@ -294,13 +122,11 @@ def _delegate(state: State, owner: Owner) -> bool:
             )
         )
     settle(state, owner, DELEGATED)
-    return True
 
 
 def _refuse(state: State, owner: Owner, miss: Miss) -> None:
     """The owner waits. It is told why once, not each time that it is tried again in vain."""
-    kept = ",".join(addresses.text(lease.address) for lease in owner.leases)
-    refusal = miss.refusal._replace(kept=kept)
+    refusal = miss.refusal._replace(kept=kept_text(owner))
     if not owner.ticket:
         owner.ticket = state.next_serial()
         state.changed(owner)
@@ -309,10 +135,19 @@ def _refuse(state: State, owner: Owner, miss: Miss) -> None:
         state.changed(owner)
     state.queues.join(owner, miss.waits)
     _touch_pools(state, miss.waits)
-    if owner.refusal is None or owner.refusal[:3] != refusal[:3] or owner.refusal.kept != kept:
+    tell(state, owner, refusal)
+
+
+def tell(state: State, owner: Owner, refusal: Refusal) -> None:
+    old = owner.refusal
+    if old is None or old[:3] != refusal[:3] or old.kept != refusal.kept:
         owner.refusal = refusal
         state.out.append(refused(state, owner, refusal))
         state.changed(owner)
+
+
+def kept_text(owner: Owner) -> str:
+    return ",".join(addresses.text(lease.address) for lease in owner.leases if not lease.retiring)
 
 
 def refused(state: State, owner: Owner, refusal: Refusal) -> events.LeaseRefused:
@@ -333,10 +168,10 @@ def refused(state: State, owner: Owner, refusal: Refusal) -> events.LeaseRefused
 
 def rejoin(state: State, owner: Owner) -> None:
     """Put an owner that was refused back among those who wait, at its old place in the order."""
-    fitting = tuple(lease for lease in owner.leases if fits(owner.request, lease))
     waits: tuple[Wait, ...] = ()
     if not owner.request.problem:
-        _, miss = look_for(state, owner, missing(state, owner.request, fitting))
+        fitting = fitting_leases(state, owner)
+        _, miss = look_for(state, owner, missing(owner.request, fitting))
         if miss is None:
             state.undecided[owner.plural, owner.uid] = owner
             return
@@ -346,11 +181,28 @@ def rejoin(state: State, owner: Owner) -> None:
 
 def settle(state: State, owner: Owner, phase: str) -> None:
     """Nothing is missing: the owner leaves the order of those who wait."""
-    _touch_pools(state, owner.waits)
-    state.queues.leave(owner)
-    if owner.phase != phase or owner.refusal is not None or owner.ticket:
+    if owner.waits:
+        _touch_pools(state, owner.waits)
+        state.queues.leave(owner)
+    if owner.phase != phase or owner.refusal is not None or owner.ticket or owner.claims:
         state.changed(owner)
-    owner.phase, owner.refusal, owner.ticket, owner.claims = phase, None, 0, ()
+        owner.phase, owner.refusal, owner.ticket, owner.claims = phase, None, 0, ()
+    if state.strays:
+        note_stray(state, owner)
+
+
+def note_stray(state: State, owner: Owner) -> None:
+    """Say it when an owner's address is not in its pool any more, and when it is again."""
+    stray = next((lease for lease in owner.leases if state.is_stray(lease)), None)
+    noted = owner.refusal is not None and owner.refusal.reason == OUTSIDE
+    if stray is not None and owner.phase == HELD:
+        text = addresses.text(stray.address)
+        message = f"{text} is not an address of pool {stray.pool} any more; it stays as it is"
+        tell(state, owner, Refusal(OUTSIDE, message, stray.pool, kept=kept_text(owner)))
+    elif stray is None and noted:
+        owner.refusal = None
+        state.changed(owner)
+        state.out.extend(adopted(state, lease, "ledger") for lease in owner.leases)
 
 
 def _touch_pools(state: State, waits: tuple[Wait, ...]) -> None:
@@ -358,7 +210,3 @@ def _touch_pools(state: State, waits: tuple[Wait, ...]) -> None:
     for wait in waits:
         if wait[0] == "pool":
             state.touched[str(wait[1])] = None
-
-
-def _kept(lease: Lease, fitting: tuple[Lease, ...], picks: list[Pick]) -> bool:
-    return lease in fitting or any(pick.address == lease.address for pick in picks)

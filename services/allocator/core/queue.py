@@ -8,7 +8,7 @@ such entries is built again, so memory follows those who really wait.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from services.allocator.core.model import Owner, Wait
 
@@ -35,8 +35,9 @@ class Queues:
         queue = self._queues.get(wait)
         return queue.live if queue else 0
 
-    def needs(self) -> Iterator[Wait]:
-        return (wait for wait in list(self._queues) if wait[0] == "need")
+    def kind(self, kind: str) -> list[Wait]:
+        """What of this kind somebody waits for."""
+        return [wait for wait in self._queues if wait[0] == kind]
 
     def join(self, owner: Owner, waits: tuple[Wait, ...]) -> None:
         """Wait for these instead of what the owner waited for before."""

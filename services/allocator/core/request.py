@@ -125,6 +125,17 @@ def claims_of_load_balancer(obj: objects.LoadBalancer) -> tuple[Claim, ...]:
     return (Claim(address, shown.ip_pool, "status.allocatedAddress"),)
 
 
+def shown_by_load_balancer(obj: objects.LoadBalancer) -> tuple[int, ...]:
+    """The address that is in use: for a ticket the one it shows, else what the announcer says."""
+    status = obj.status
+    if obj.spec.workload_type == "cluster" or status is None:
+        return tuple(claim.address for claim in claims_of_load_balancer(obj))
+    try:
+        return (addresses.parse(status.address),) if status.address else ()
+    except AddressError:
+        return ()
+
+
 def claims_of_service(obj: objects.Service) -> tuple[Claim, ...]:
     """The addresses that the status shows as ingress."""
     status = obj.status

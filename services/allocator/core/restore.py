@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from schema import addresses
-from schema.pools import PoolError, read_plan
+from schema.pools import PoolError, read_plan, read_quotas
 from services.allocator.core.model import PENDING, WAITING, Lease, Owner, Pool
 from services.allocator.core.observe import standing
 from services.allocator.core.place import rejoin
@@ -15,8 +15,10 @@ def pool(state: State, stored: Pool) -> None:
     state.pools[stored.name] = stored
     if stored.good is not None:
         state.reshape(stored, read_plan(stored.good))
+        stored.quotas = read_quotas(stored.good)
     try:
         read_plan(stored.view)
+        read_quotas(stored.view)
         stored.reason, stored.problem = standing(stored.view)
     except PoolError as error:
         stored.reason, stored.problem = "InvalidRange", str(error)
@@ -31,6 +33,11 @@ def owner(state: State, stored: Owner) -> None:
 
 def lease(state: State, stored: Lease) -> None:
     stored.owner.leases = (*stored.owner.leases, stored)
+    if stored.share:
+        stored.slots = stored.owner.request.slots
+    if stored.retiring is not None:
+        state.retiring[stored.id] = stored
+    state.count(stored, 1)
     for _, space in state.places(stored):
         space.put(stored)
     if state.is_stray(stored):
@@ -58,4 +65,5 @@ def finish(state: State) -> None:
             rejoin(state, one)
         elif one.phase == PENDING:
             state.undecided[one.plural, one.uid] = one
+    state.strayed.clear()
     state.forget_changes()

@@ -85,6 +85,15 @@ class Space:
             queue.popleft()
         return None
 
+    def released_after(self, since: datetime) -> int:
+        """How many free addresses were let go after a time."""
+        count = 0
+        for memo in reversed(self._queue):
+            if memo.released <= since:
+                break
+            count += self.free.get(memo.address) is memo
+        return count
+
     # --- changing ---
 
     def hold(self, address: int, lease: Lease) -> Memo | None:

@@ -18,6 +18,8 @@ from schema.subjects import ObjectRef
 from services.allocator.core.index import Index
 from services.allocator.core.model import LOADBALANCERS, SERVICES, Lease, Owner, Pool, Request
 from services.allocator.core.queue import Queues
+from services.allocator.core.quota import QuotaKey
+from services.allocator.core.quota import keys as quota_keys
 from services.allocator.core.space import Memo, Space
 
 REQUIRED: Final = ("ippools", "namespaces", LOADBALANCERS, SERVICES)
@@ -34,6 +36,7 @@ class Rules(NamedTuple):
     overflow: bool = False  # an exhausted pool hands over to the next one that fits
     grace: timedelta = timedelta(0)  # before a vanished owner's lease is reclaimed
     cooldown: timedelta = timedelta(0)  # before a freed address goes to somebody else
+    retire: timedelta = timedelta(seconds=60)  # how long a move may take to show; 0: not awaited
 
 
 @dataclass(slots=True)
@@ -64,6 +67,7 @@ class Changes:
     owners: dict[tuple[str, str], Owner] = field(default_factory=dict)  # by kind and uid
     granted: dict[str, Granted] = field(default_factory=dict)
     closed: list[Closed] = field(default_factory=list)
+    altered: dict[str, Lease] = field(default_factory=dict)  # other ports, or retiring
     pools: set[str] = field(default_factory=set)
     projects: set[str] = field(default_factory=set)
     memos: dict[tuple[str, int], Memo | None] = field(default_factory=dict)
@@ -75,6 +79,7 @@ class Changes:
             self.owners
             or self.granted
             or self.closed
+            or self.altered
             or self.pools
             or self.projects
             or self.memos
@@ -106,10 +111,17 @@ class State:
         self.projects: dict[str, tuple[str, str, str]] = {}  # namespace -> project, uid, epoch
         self.memory: dict[tuple[str, str], list[Memo]] = {}
         self.strays: dict[int, tuple[Lease, ...]] = {}  # leases outside their own pool
+        self.shares: dict[str, dict[int, int]] = {}  # sharing key -> address -> holders
+        self.usage: dict[QuotaKey, int] = {}
+        self.retiring: dict[str, Lease] = {}
+        self.moved: dict[tuple[str, str], Owner] = {}  # in a replay: who was granted an address
+        self.strayed: dict[tuple[str, str], Owner] = {}  # to be told so
+        self.showing: list[tuple[Owner, tuple[int, ...]]] = []  # statuses of those who move
         self.queues = Queues()
         self.departed: dict[tuple[str, str], Owner] = {}  # by kind and uid: to be released
         self.undecided: dict[tuple[str, str], Owner] = {}  # by kind and uid: to be placed
         self.freed: list[tuple[str, int]] = []  # pool, address
+        self.freed_quotas: dict[QuotaKey, None] = {}
         self.altered: list[str] = []  # pools whose spec changed
         self.touched: dict[str, None] = {}  # pools to account for
         self.out: list[events.Event] = []
@@ -204,7 +216,10 @@ class State:
     # --- leases ---
 
     def hold(self, owner: Owner, pool: str, address: int, lease_id: str) -> Lease:
+        request = owner.request
         lease = Lease(lease_id, owner, address, pool)
+        if request.share:
+            lease.share, lease.slots = request.sharing_key, request.slots
         if pool in self.pools:
             self.pools[pool].last_allocated = addresses.text(address)
             self.changes.pools.add(pool)
@@ -216,6 +231,7 @@ class State:
     def attach(self, lease: Lease) -> None:
         """Mark the address as held in every pool that could give it out."""
         address = lease.address
+        self.count(lease, 1)
         for pool, space in self.places(lease):
             memo = space.hold(address, lease)
             if memo is not None:
@@ -229,6 +245,8 @@ class State:
         owner, address = lease.owner, lease.address
         owner.leases = tuple(one for one in owner.leases if one is not lease)
         self.changed(owner)
+        self.count(lease, -1)
+        self.retiring.pop(lease.id, None)
         for pool, space in self.places(lease):
             memo = Memo(address, pool.name, owner.plural, owner.key, self.now, self.next_serial())
             if space.release(address, lease, memo):
@@ -236,6 +254,88 @@ class State:
             self.touched[pool.name] = None
             self.freed.append((pool.name, address))
         self._unstray(lease)
+
+    def count(self, lease: Lease, step: int) -> None:
+        """Keep account of sharers and quotas."""
+        if lease.share:
+            self._share_count(lease, step)
+        pool = self.pools.get(lease.pool)
+        if pool is not None and pool.quotas:
+            for key in quota_keys(pool.name, pool.quotas, self.need(lease.owner.request)):
+                self.usage[key] = self.usage.get(key, 0) + step
+                if step < 0:
+                    self.freed_quotas[key] = None
+
+    def _share_count(self, lease: Lease, step: int) -> None:
+        holders = self.shares.setdefault(lease.share, {})
+        holders[lease.address] = holders.get(lease.address, 0) + step
+        if not holders[lease.address]:
+            del holders[lease.address]
+        if not holders:
+            del self.shares[lease.share]
+
+    def recount_quotas(self, pool: Pool) -> None:
+        """Quotas, or who counts towards them, have changed."""
+        for key in [key for key in self.usage if key[0] == pool.name]:
+            del self.usage[key]
+        if not pool.quotas:
+            return
+        for space in pool.spaces.values():
+            for lease in _leases(space):
+                if lease.pool == pool.name:
+                    need = self.need(lease.owner.request)
+                    for key in quota_keys(pool.name, pool.quotas, need):
+                        self.usage[key] = self.usage.get(key, 0) + 1
+
+    def reshare(self, lease: Lease, share: str, slots: tuple[tuple[int, int], ...]) -> None:
+        """Let a lease cover other ports, or be shared under another key."""
+        if lease.share:
+            self._share_count(lease, -1)
+        lease.share, lease.slots = share, slots if share else ()
+        if lease.share:
+            self._share_count(lease, 1)
+        self.freed.append((lease.pool, lease.address))
+        if lease.id not in self.changes.granted:
+            self.changes.altered[lease.id] = lease
+
+    def retire(self, lease: Lease) -> None:
+        if lease.retiring is None:
+            lease.retiring = self.now
+            self.retiring[lease.id] = lease
+            if lease.id not in self.changes.granted:
+                self.changes.altered[lease.id] = lease
+
+    def unretire(self, lease: Lease) -> None:
+        if lease.retiring is not None:
+            lease.retiring = None
+            del self.retiring[lease.id]
+            if lease.id not in self.changes.granted:
+                self.changes.altered[lease.id] = lease
+
+    def cooling(self, space: Space, address: int) -> bool:
+        """Whether a free address was released so recently that strangers must not have it."""
+        if not self.rules.cooldown:
+            return False
+        memo = space.free.get(address)
+        return memo is not None and memo.released + self.rules.cooldown > self.now
+
+    def grantable(self, pool: Pool, family: int) -> bool:
+        """Whether a stranger could get an address of the family now."""
+        space = pool.spaces.get(family)
+        if space is None or space.available <= 0:
+            return False
+        if not self.rules.cooldown or space.fresh() is not None:
+            return True
+        oldest = space.longest_released()
+        return oldest is not None and not self.cooling(space, oldest.address)
+
+    def available(self, pool: Pool) -> int:
+        """How many addresses strangers could get now."""
+        free = pool.available()
+        if self.rules.cooldown:
+            since = self.now - self.rules.cooldown
+            free -= sum(space.released_after(since) for space in pool.spaces.values())
+        return free
 
     def is_stray(self, lease: Lease) -> bool:
         """Whether its own pool does not (any more) give out the address."""
@@ -272,6 +372,12 @@ class State:
         space = pool.spaces.get(addresses.family(address))
         held = space.holders(address) if space is not None else ()
         return held or self.strays.get(address, ())
+
+    def all_holders(self, lease: Lease) -> tuple[Lease, ...]:
+        """Everybody on the lease's address, itself included."""
+        for _, space in self.places(lease):
+            return space.holders(lease.address)
+        return self.strays.get(lease.address, ())
 
     # --- memory of who had what ---
 
@@ -355,8 +461,12 @@ class State:
 
     def _sort_strays(self, leases: Iterable[Lease]) -> None:
         for lease in leases:
+            before = lease in self.strays.get(lease.address, ())
             self._unstray(lease)
-            if self.is_stray(lease):
+            stray = self.is_stray(lease)
+            if stray != before:
+                self.strayed[lease.owner.plural, lease.owner.uid] = lease.owner
+            if stray:
                 self.strays[lease.address] = (*self.strays.get(lease.address, ()), lease)
 
     def pools_around(self, address: int) -> list[Pool]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 
-from schema import addresses, events
-from services.allocator.core.model import DELEGATED, WAITING
-from services.allocator.core.place import event_owner, refused
+from schema import events
+from services.allocator.core.ledger import adopted, event_owner
+from services.allocator.core.model import DELEGATED
+from services.allocator.core.place import refused
 from services.allocator.core.state import State
 
 
@@ -19,29 +20,14 @@ def restated(state: State) -> list[events.Event]:
     out: list[events.Event] = []
     for owner in sorted(state.all_owners(), key=lambda owner: (owner.plural, owner.key)):
         for lease in owner.leases:
-            pool = state.pools.get(lease.pool)
-            item = pool.plan.range_of(lease.address) if pool and pool.plan else None
-            out.append(
-                events.LeaseAdopted(
-                    at=state.now,
-                    owner=event_owner(owner),
-                    lease=lease.id,
-                    address=addresses.text(lease.address),
-                    pool=lease.pool,
-                    mask=item.mask if item else "",
-                    gateway=item.gateway_text if item else "",
-                    source="ledger",
-                    sharing_key=owner.request.share,
-                    generation=owner.generation,
-                )
-            )
+            out.append(adopted(state, lease, "ledger"))
         if owner.phase == DELEGATED:
             out.append(
                 events.AddressDelegated(
                     at=state.now, owner=event_owner(owner), generation=owner.generation
                 )
             )
-        if owner.phase == WAITING and owner.refusal is not None:
+        if owner.refusal is not None:
             out.append(refused(state, owner, owner.refusal))
     state.touched.update(dict.fromkeys(state.pools))
     return out
@@ -57,7 +43,10 @@ def fingerprint(state: State) -> str:
     add(state.epoch, sorted(state.synced.items()), sorted(state.projects.items()))
     for plural, owners in sorted(state.owners.items()):
         for key, owner in sorted(owners.items()):
-            leases = sorted((lease.id, lease.address, lease.pool) for lease in owner.leases)
+            leases = sorted(
+                (lease.id, lease.address, lease.pool, lease.share, lease.slots, str(lease.retiring))
+                for lease in owner.leases
+            )
             add(plural, key, owner.uid, owner.request, owner.phase, owner.epoch, leases)
             add(owner.refusal, owner.claims, owner.gone_at, owner.gone_how)
     waiting = sorted((o.ticket, o.plural, o.uid) for o in state.all_owners() if o.ticket)
@@ -67,5 +56,7 @@ def fingerprint(state: State) -> str:
         for family, space in sorted(pool.spaces.items()):
             memos = [(m.address, m.plural, m.key, m.released) for m in space.in_order()]
             add(family, space.shape, sorted(space.held), memos, space.fresh())
-    add(sorted(state.strays))
+    usage = sorted((key, count) for key, count in state.usage.items() if count)
+    add(sorted(state.strays), sorted(state.retiring), usage)
+    add(sorted((key, sorted(held.items())) for key, held in state.shares.items()))
     return digest.hexdigest()
