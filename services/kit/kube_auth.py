@@ -3,10 +3,10 @@
 kubernetes_asyncio reads kubeconfigs, service accounts and exec plugins; nothing else of it is used
 (its import costs 2 s and 112 MB, so only a process that talks to the API server comes here).
 
-Credentials are read anew while the process runs: when a file they came from changed (looked at once
-a second at most), each minute where a token file is used, shortly before an exec plugin's token
-ends, and at once when the server answers 401. So a rotated token needs no restart. Neither the
-token nor a key is ever part of a repr, a log line or an error.
+Credentials are read anew while the process runs: when a file they came from changed (looked at
+before each request, which costs microseconds), each minute where a token file is used, shortly
+before an exec plugin's token ends, and at once when the server answers 401. So a rotated token
+needs no restart. Neither the token nor a key is ever part of a repr, a log line or an error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kubernetes_asyncio.config.incluster_config import InClusterConfigLoader
 from services.kit.kube_errors import CredentialsError
 
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-CHECK_S: Final = 1.0  # how often the files are looked at
+RETRY_S: Final = 1.0  # an exec plugin that hands out tokens past their end is not run in a loop
 REREAD_S: Final = 60.0  # a token file is read this often even when its mtime stands still
 EXPIRY_MARGIN_S: Final = 60.0
 
@@ -70,7 +70,7 @@ class Credentials:
         self._expires: datetime.datetime | None = None
         self._access: Access | None = None
         self._tls_key: tuple[Any, ...] = ()
-        self._read_at = self._checked_at = 0.0
+        self._read_at = self._failed_at = -REREAD_S
         self._lock = asyncio.Lock()
 
     def __repr__(self) -> str:
@@ -82,18 +82,17 @@ class Credentials:
 
     async def access(self) -> Access:
         """The access to use now; raises CredentialsError when there is none."""
-        now = time.monotonic()
-        if self._access is not None and now - self._checked_at < CHECK_S:
+        if self._access is not None and not self._outdated():
             return self._access
         async with self._lock:
-            self._checked_at = now
-            if self._access is None or self._outdated(now):
+            if self._access is None or self._outdated():
                 try:
                     await self._read()
                 except CredentialsError as error:
                     if self._access is None:
                         raise
                     # A file that is being replaced; what we have may still do.
+                    self._failed_at = time.monotonic()
                     log.warning("kube.credentials.unreadable", source=self.source, why=str(error))
             assert self._access is not None
             return self._access
@@ -106,16 +105,20 @@ class Credentials:
             assert self._access is not None
             return self._access
 
-    def _outdated(self, now: float) -> bool:
+    def _outdated(self) -> bool:
+        now = time.monotonic()
+        if now - self._failed_at < RETRY_S:
+            return False
         if self._expires is not None:
             left = self._expires - datetime.datetime.now(datetime.UTC)
-            if left.total_seconds() < EXPIRY_MARGIN_S and now - self._read_at > CHECK_S:
+            if left.total_seconds() < EXPIRY_MARGIN_S and now - self._read_at > RETRY_S:
                 return True
         if self._token_from_file and now - self._read_at >= REREAD_S:
             return True
         return _mtimes(self._files) != self._seen
 
     async def _read(self) -> None:
+        before = _mtimes(self._files)
         configuration = type.__call__(Configuration)  # not a copy of the process-wide default
         try:
             if self._kubeconfig:
@@ -131,6 +134,8 @@ class Credentials:
             raise CredentialsError(f"{self.source}: {type(error).__name__}: {error}") from error
         # A token file that ends with a newline would make an illegal header.
         token = str(configuration.api_key.get("BearerToken") or "").strip()
+        if not token and self._token_from_file:
+            raise CredentialsError(f"{self.source}: the token file is empty")
         if not token and configuration.username:
             token = str(configuration.get_basic_auth_token())
         self._access = Access(
@@ -140,7 +145,8 @@ class Credentials:
             tls_server_name=configuration.tls_server_name or None,
             proxy=configuration.proxy or None,
         )
-        self._seen = _mtimes(self._files)
+        # From before the reading: a change that came in between is then seen at the next request.
+        self._seen = _mtimes(self._files) | {f: t for f, t in before.items() if f in self._files}
         self._read_at = time.monotonic()
 
     async def _read_kubeconfig(self, configuration: Any) -> None:
