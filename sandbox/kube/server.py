@@ -84,6 +84,14 @@ class KubeServer:
     # -- life --------------------------------------------------------------------------------
 
     async def start(self) -> KubeServer:
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def _start(self) -> None:
         if self._journal is not None:
             self._journal.load(self.store, self.registry)
         bootstrap(self.writer, self.registry, self.store)
@@ -98,7 +106,6 @@ class KubeServer:
             await site.start()
             self._ports[scheme] = self._runner.addresses[-1][1]
         self._tasks.append(asyncio.create_task(self._collector.run()))
-        return self
 
     async def stop(self) -> None:
         for watch in list(self._watches):

@@ -76,6 +76,15 @@ OWNER = whole(
         blockOwnerDeletion=BOOL,
     )
 )
+_MANAGED = struct(
+    manager=STRING,
+    operation=STRING,
+    apiVersion=STRING,
+    time=TIME,
+    fieldsType=STRING,
+    fieldsV1=ANYTHING,
+    subresource=STRING,
+)
 METADATA = struct(
     name=STRING,
     generateName=STRING,
@@ -91,7 +100,7 @@ METADATA = struct(
     annotations=STRINGS,
     ownerReferences=keyed(OWNER, "uid"),
     finalizers=unique(STRING),
-    managedFields=atomic(ANYTHING),
+    managedFields=atomic(_MANAGED),
 )
 
 REFERENCE = whole(

@@ -11,6 +11,7 @@ import os
 import ssl
 import tempfile
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from pathlib import Path
 
 _LIFE = timedelta(days=365)
@@ -27,7 +28,7 @@ class Certificate:
     def kept_in(cls, folder: Path | None) -> Certificate:
         """The certificate of a folder, made if there is none or it is about to run out."""
         if folder is None:
-            return cls(*_made())
+            return cls(*_of_this_process())
         path = folder / "tls.pem"
         if path.exists() and datetime.now(UTC).timestamp() - path.stat().st_mtime < (
             _LIFE.total_seconds() / 2
@@ -56,6 +57,11 @@ def write_private(path: Path, content: bytes) -> None:
     with os.fdopen(handle, "wb") as file:
         file.write(content)
     draft.replace(path)
+
+
+@lru_cache(maxsize=1)
+def _of_this_process() -> tuple[bytes, bytes]:
+    return _made()
 
 
 def _made() -> tuple[bytes, bytes]:

@@ -1,8 +1,8 @@
-"""Create, update, patch, apply and delete: from a decoded body to a stored object.
+"""Create, update, patch and apply: from a decoded body to a stored object.
 
-Every write runs through `_commit`: ownership is recorded, the kind's rules fill in and check,
-the generation is counted, and an object that did not change is not written again. All of it is
-synchronous, so nothing can come between reading an object and replacing it.
+Every write ends in `_insert` or `_rewrite`: ownership is recorded, the kind's rules fill in and
+check, the generation is counted, and an object that did not change is not written again. All of
+it is synchronous, so nothing can come between reading an object and replacing it.
 """
 
 from __future__ import annotations
@@ -122,6 +122,13 @@ class Writer:
                 return self.create(resource, namespace, name, obj, options), True
             raise not_found(resource, name)
         lifecycle.in_namespace(metadata, namespace)
+        uid = found.obj["metadata"]["uid"]
+        if metadata.get("uid", uid) != uid:
+            why = (
+                f"Precondition failed: UID in precondition: {metadata['uid']}, UID in object "
+                f"meta: {uid}"
+            )
+            raise conflict(resource, name, why)
         asked = metadata.get("resourceVersion")
         if asked in (None, "", "0"):
             if not resource.rules.unconditional:
@@ -217,6 +224,8 @@ class Writer:
             resets=lifecycle.resets(resource, options),
         )
         applied = copy(applied)
+        if metadata.get("uid"):
+            applied["metadata"]["uid"] = metadata["uid"]
         applying.refresh_last_applied(live, applied, config, options)
         entries = applied["metadata"].pop("managedFields", [])
         applied = bodies.admit(applied, resource, [])
@@ -238,12 +247,9 @@ class Writer:
         old = resource.show(found.obj)
         metadata, before = new["metadata"], old["metadata"]
         if metadata.get("uid", before["uid"]) != before["uid"]:
-            raise conflict(
-                resource,
-                before["name"],
-                f"Precondition failed: UID in precondition: {metadata['uid']}, UID in object "
-                f"meta: {before['uid']}",
-            )
+            # A patch that names another uid is meant for an object that was here before.
+            error = wrong("metadata.uid", metadata["uid"], "field is immutable")
+            raise invalid(resource.kind, resource.group, before["name"], [error])
         if entries is None:
             manager = options.writer(resource)
             resets = lifecycle.resets(resource, options)

@@ -458,6 +458,25 @@ async def test_unconditional_updates(http: Http) -> None:
     ] == found
 
 
+async def test_a_write_meant_for_an_earlier_object(http: Http) -> None:
+    """A uid in a write guards against an object of the same name that came later."""
+    made = await http.made(_MAPS, _map("a"))
+    other = {"metadata": {"name": "a", "uid": "00000000-0000-0000-0000-000000000000"}}
+    status, refused = await http("PUT", f"{_MAPS}/a", other)
+    assert (409, "Conflict") == (status, refused["reason"])
+    found = [
+        (
+            "metadata.uid",
+            'Invalid value: "00000000-0000-0000-0000-000000000000": field is immutable',
+        )
+    ]
+    assert found == _fields(await http("PATCH", f"{_MAPS}/a", other, kind=_MERGE))
+    path = f"{_MAPS}/a?fieldManager=t&force=true"
+    assert found == _fields(await http("PATCH", path, other, kind=_APPLY))
+    other["metadata"]["uid"] = made["metadata"]["uid"]
+    assert 200 == (await http("PATCH", path, other, kind=_APPLY))[0]
+
+
 async def test_versions_of_a_custom_resource(http: Http) -> None:
     """Each served version shows the same object under its own apiVersion."""
     for crd in definitions(_GROUP, status=False):
