@@ -413,7 +413,7 @@ SEEN: Final[dict[str, type]] = {
     "pods": PodSeen,
     "configmaps": ConfigMapSeen,
 }
-SEEN_TYPES: Final = tuple(SEEN.values())
+_SEEN_TYPES: Final = frozenset(SEEN.values())
 
 EVENT_TYPES: Final[dict[str, type[Event]]] = {
     str(cls.__struct_config__.tag): cls for cls in Event.__subclasses__()
@@ -468,29 +468,31 @@ def decode(data: bytes, tag: str | None = None) -> AnyEvent:
 
 def subject_of(event: Event) -> str:
     """The subject an event is published on."""
-    if isinstance(event, SEEN_TYPES):
+    kind = type(event)  # looked up, not matched: every event of every service passes here
+    branch = _BRANCHES.get(kind)
+    if branch is not None:
+        return subjects.object_subject(branch, event.owner.ref)  # type: ignore[attr-defined]
+    if kind in _SEEN_TYPES:
         return subjects.fact_subject(objects.object_ref(event.object))  # type: ignore[attr-defined]
     match event:
         case ObjectGone() | ObjectUnfit():
             return subjects.fact_subject(ObjectRef(event.plural, event.namespace, event.name))
         case SyncStarted() | SyncFinished():
             return subjects.sync_subject(event.plural)
-        case EpochStarted():
-            return subjects.EPOCH_SUBJECT
         case PoolAccounted():
             return subjects.object_subject("lb.lease", ObjectRef("ippools", "", event.pool))
         case DeadLettered():
             return subjects.dead_subject(event.service)
-        case _:
-            branch = _BRANCHES[type(event)]
-            owner: Owner = event.owner  # type: ignore[attr-defined]
-            return subjects.object_subject(branch, owner.ref)
+        case EpochStarted():
+            return subjects.EPOCH_SUBJECT
+    raise TypeError(f"{kind.__name__} is no event with a subject")
 
 
 def fact_ref(event: Event) -> ObjectRef | None:
     """The object a fact speaks of; None for marks, epochs and decisions."""
-    if isinstance(event, SEEN_TYPES):
+    kind = type(event)
+    if kind in _SEEN_TYPES:
         return objects.object_ref(event.object)  # type: ignore[attr-defined]
-    if isinstance(event, ObjectGone | ObjectUnfit):
-        return ObjectRef(event.plural, event.namespace, event.name)
+    if kind is ObjectGone or kind is ObjectUnfit:
+        return ObjectRef(event.plural, event.namespace, event.name)  # type: ignore[attr-defined]
     return None

@@ -6,6 +6,8 @@ those names, which makes the escape reversible. An object without namespace has 
 
 from __future__ import annotations
 
+import re
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import msgspec
@@ -56,9 +58,12 @@ class ObjectRef(NamedTuple):
         return "/".join(part for part in self if part)
 
 
+_NO_NAME: Final = re.compile(r"[_ *>\t\r\n]")
+
+
 def token(text: str) -> str:
     """Escape one name for a subject; raises ValueError for what no Kubernetes name can hold."""
-    if not text or any(c in "_ *>\t\r\n" for c in text):
+    if not text or _NO_NAME.search(text):
         msg = f"not a Kubernetes name: {text!r} (must be non-empty, without '_', '*', '>' or space)"
         raise ValueError(msg)
     return text.replace(".", "_")
@@ -70,8 +75,12 @@ def untoken(text: str) -> str:
 
 def object_subject(branch: str, ref: ObjectRef) -> str:
     """`<branch>.<plural>.<namespace>.<name>`; branch is `kube`, `lb.lease`, `lb.backends`, ..."""
-    namespace = token(ref.namespace) if ref.namespace else NO_NAMESPACE
-    return f"{branch}.{token(ref.plural)}.{namespace}.{token(ref.name)}"
+    return _before_name(branch, ref.plural, ref.namespace) + token(ref.name)
+
+
+@lru_cache(maxsize=16_384)  # one for every kind and namespace: a lookup instead of two escapes
+def _before_name(branch: str, plural: str, namespace: str) -> str:
+    return f"{branch}.{token(plural)}.{token(namespace) if namespace else NO_NAMESPACE}."
 
 
 def fact_subject(ref: ObjectRef) -> str:

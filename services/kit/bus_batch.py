@@ -14,7 +14,15 @@ import structlog
 
 from services.kit.bus_item import Ack, Item, decode_ack
 from services.kit.bus_link import Link
-from services.kit.bus_types import BusError, Outgoing, Published, Unavailable, status
+from services.kit.bus_types import (
+    EXPECTED_LAST,
+    BusError,
+    Outgoing,
+    Published,
+    Unavailable,
+    status,
+)
+from services.kit.bus_wire import Ready
 
 if TYPE_CHECKING:
     from services.kit.bus_publish import Publisher
@@ -41,20 +49,24 @@ class Batches:
     async def publish(self, messages: Sequence[Outgoing]) -> list[Published]:
         if len(messages) > MAX_BATCH:
             raise BusError(f"{len(messages)} messages in a batch (must be at most {MAX_BATCH})")
-        items = [self._publisher.prepare(message) for message in messages]
-        if len(items) < 2 or self._loop.time() < self._paused_until:
-            self._publisher.enqueue(items)
-        else:
-            await self._together(items)
+        lines = [self._publisher.lines(message) for message in messages]
+        deadline = self._publisher.deadline
         try:
-            outcomes = await asyncio.gather(*(i.future for i in items), return_exceptions=True)
-        except asyncio.CancelledError:
-            self._publisher.give_up(items)
-            raise
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-        return outcomes  # type: ignore[return-value]  # no exception is left among them
+            async with asyncio.timeout(deadline):
+                if len(messages) > 1 and self._loop.time() >= self._paused_until:
+                    first = await self._together(messages, lines)
+                    if isinstance(first, int):
+                        return [Published(seq) for seq in range(first, first + len(messages))]
+                    items = first
+                else:
+                    items = self._items(messages, lines)
+                    self._publisher.enqueue(items)
+                return await self._each(items)
+        except TimeoutError:
+            raise Unavailable(
+                f"{len(messages)} messages for {self._stream}: not acknowledged in "
+                f"{deadline:g} s, outcome unknown"
+            ) from None
 
     def on_ack(self, token: bytes, headers: bytes | None, data: bytes) -> None:
         future = self._commits.get(token)
@@ -66,50 +78,65 @@ class Batches:
             if not future.done():
                 future.set_result(None)
 
-    async def _together(self, items: list[Item]) -> None:
-        """Settle the items, or hand them on to be sent one by one."""
-        by_subject: dict[str, list[Item]] = {}
-        for item in items:
-            by_subject.setdefault(item.subject, []).append(item)
-        left = False
-        self._publisher.begin(items)
+    def _items(self, messages: Sequence[Outgoing], lines: list[str]) -> list[Item]:
+        item = self._publisher.item
+        return [item(message, head) for message, head in zip(messages, lines, strict=True)]
+
+    async def _each(self, items: list[Item]) -> list[Published]:
+        try:
+            outcomes = await asyncio.gather(*(i.future for i in items), return_exceptions=True)
+        except asyncio.CancelledError:
+            self._publisher.give_up(items)
+            raise
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return outcomes  # type: ignore[return-value]  # no exception is left among them
+
+    async def _together(self, messages: Sequence[Outgoing], lines: list[str]) -> int | list[Item]:
+        """The first sequence of all; where that is refused, the items on their way one by one."""
+        publisher, count = self._publisher, len(messages)
+        by_subject: dict[str, list[Item]] = {message.subject: [] for message in messages}
+        publisher.count(count)
         # All at once, so that two batches never wait for each other, and in the order of the calls.
-        turns = {subject: self._publisher.claim(subject) for subject in by_subject}
+        turns = {subject: publisher.claim(subject) for subject in by_subject}
         try:
             for turn in turns.values():
                 if turn is not None:
                     await turn
             async with self._slots:
-                ack = await self._commit(items)
-            left = ack is None
+                ack = await self._commit(messages, lines)
             if ack is not None:
-                self._settle(items, ack.seq - len(items) + 1)
-        except asyncio.CancelledError:
-            self._publisher.give_up(items)
-            raise
-        except Unavailable:
-            return  # closed while it waited: the items say so
+                first = ack.seq - count + 1
+                publisher.stored(messages, first)
+                return first
+            items = self._items(messages, lines)
+            publisher.begin(items)
+            for item in items:
+                by_subject[item.subject].append(item)
+            return items
         finally:
+            publisher.count(-count)
             for subject, turn in turns.items():
                 if turn is None or (turn.done() and not turn.cancelled() and not turn.exception()):
-                    self._publisher.release(subject, by_subject[subject] if left else ())
+                    publisher.release(subject, by_subject[subject])
                 else:
                     turn.cancel()
 
-    async def _commit(self, items: list[Item]) -> Ack | None:
+    async def _commit(self, messages: Sequence[Outgoing], lines: list[str]) -> Ack | None:
         """The acknowledgement of the whole; None when they must go one by one."""
         token = self._publisher.token()
         future: asyncio.Future[Ack | None] = self._loop.create_future()
         self._commits[token] = future
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                self._send(items, token)
+                self._send(messages, lines, token)
                 ack = await future
         except (Unavailable, TimeoutError):
             return None
         finally:
             del self._commits[token]
-        if ack is not None and ack.error is None and ack.count == len(items):
+        if ack is not None and ack.error is None and ack.count == len(messages):
             return ack
         self.refused += 1
         error = ack.error if ack is not None else None
@@ -121,18 +148,24 @@ class Batches:
             _log.debug("bus.batch.refused", stream=self._stream, error=str(error))
         return None
 
-    def _send(self, items: list[Item], token: bytes) -> None:
-        name, seen = secrets.token_hex(8), set[str]()
-        for number, item in enumerate(items, 1):
-            reply, extra = "", f"Nats-Batch-Id: {name}\r\nNats-Batch-Sequence: {number}\r\n"
-            if number == len(items):
-                reply = self._publisher.reply_to(token)
+    def _send(self, messages: Sequence[Outgoing], lines: list[str], token: bytes) -> None:
+        publisher, last = self._publisher, len(messages)
+        batch = f"Nats-Batch-Id: {secrets.token_hex(8)}\r\nNats-Batch-Sequence: "
+        seen: set[str] = set()
+        ready: list[Ready] = []
+        for number, (message, head) in enumerate(zip(messages, lines, strict=True), 1):
+            subject, reply, extra = message.subject, "", f"{batch}{number}\r\n"
+            if number == last:
+                reply = publisher.reply_to(token)
                 extra += "Nats-Batch-Commit: 1\r\n"
-            # The server knows no sequences inside a batch: only a subject's first member expects.
-            head = self._publisher.head(item, extra, expects=item.subject not in seen)
-            seen.add(item.subject)
-            self._link.send(item.subject, reply, head, item.data)
-
-    def _settle(self, items: list[Item], first_seq: int) -> None:
-        for seq, item in enumerate(items, first_seq):
-            self._publisher.stored(item, seq)
+            if subject not in seen:
+                # The server knows no sequences inside a batch: only a subject's first member
+                # expects, and only what is known. A wrong guess would cost the whole batch.
+                seen.add(subject)
+                expected = message.expected
+                if expected is None:
+                    expected = publisher.known(subject)
+                if expected is not None:
+                    extra += f"{EXPECTED_LAST}: {expected}\r\n"
+            ready.append((subject, reply, publisher.head(head, extra), message.data))
+        self._link.send_all(ready)

@@ -22,6 +22,10 @@ class Ack(msgspec.Struct):
 decode_ack: Final = msgspec.json.Decoder(Ack).decode
 
 
+def size_of(lines: str, data: bytes) -> int:
+    return len(lines if lines.isascii() else lines.encode()) + len(data)
+
+
 class Item:
     """`used` is the sequence that the last try expected, `expected` what the caller did."""
 
@@ -44,7 +48,7 @@ class Item:
         self.subject, self.data = message.subject, message.data
         self.msg_id, self.expected = message.msg_id, message.expected
         self.lines = lines
-        self.size = len(lines if lines.isascii() else lines.encode()) + len(message.data)
+        self.size = size_of(lines, message.data)
         self.future = future
         self.used = 0
         self.sent_at = 0.0

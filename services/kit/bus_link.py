@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import structlog
 
 from services.kit.bus_types import BusError, Unavailable, status
-from services.kit.bus_wire import Credentials, Listener, Wire, address, addresses
+from services.kit.bus_wire import Credentials, Listener, Ready, Wire, address, addresses
 from services.kit.retry import Backoff
 
 _DEFAULT_MAX_PAYLOAD: Final = 1024 * 1024
@@ -115,6 +115,11 @@ class Link:
         if self._wire is None:
             raise Unavailable(f"not connected to {self.address}")
         self._wire.send(subject, reply, headers, data)
+
+    def send_all(self, messages: list[Ready]) -> None:
+        if self._wire is None:
+            raise Unavailable(f"not connected to {self.address}")
+        self._wire.send_all(messages)
 
     async def request(self, subject: str, data: bytes = b"", timeout: float = 5.0) -> Reply:
         token = str(next(self._numbers))

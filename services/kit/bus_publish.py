@@ -20,7 +20,7 @@ import structlog
 
 from services.kit import bus_streams
 from services.kit.bus_batch import Batches
-from services.kit.bus_item import Item, decode_ack
+from services.kit.bus_item import Item, decode_ack, size_of
 from services.kit.bus_lanes import Lanes
 from services.kit.bus_link import Link
 from services.kit.bus_resolve import look
@@ -67,6 +67,7 @@ class Publisher:
     ) -> None:
         self._link, self._stream = link, stream
         self._ack_timeout = ack_timeout
+        self.deadline = deadline
         self._loop = asyncio.get_running_loop()
         self._known: dict[str, int] = {}
         self._lanes = Lanes()
@@ -80,6 +81,8 @@ class Publisher:
         self._closed = False
         self._inbox = link.inbox() + "."
         self._tail = f"{EXPECTED_STREAM}: {stream}\r\n\r\n"
+        # To what a caller gives: version, sequence (20 digits at most), batch, stream.
+        self._added = 180 + len(self._tail)
         self._listener = link.listen(self._inbox + "*", self._on_ack)
         self._watcher = link.watch(self._on_state)
         self.batches = Batches(self, link, stream)
@@ -113,7 +116,8 @@ class Publisher:
         expected: int | None = None,
     ) -> asyncio.Future[Published]:
         """As publish, without waiting. Bounds nothing: call `room` before, or hold a window."""
-        item = self.prepare(Outgoing(subject, data, headers, msg_id, expected))
+        message = Outgoing(subject, data, headers, msg_id, expected)
+        item = self.item(message, self.lines(message))
         self.enqueue((item,))
         return item.future
 
@@ -170,31 +174,24 @@ class Publisher:
 
     # From here on: the life of an item.
 
-    def prepare(self, message: Outgoing) -> Item:
+    def lines(self, message: Outgoing) -> str:
+        """The headers as they are sent, once everything about the message is known to be good."""
         if self._closed:
             raise Unavailable(f"the publisher of {self._stream} is closed")
-        subject = message.subject
-        check_subject(subject)
+        check_subject(message.subject)
         lines = format_headers({MSG_ID: message.msg_id, **message.headers})
-        item = Item(message, lines, self._loop.create_future())
-        if (size := self._size_sent(item)) > self._link.max_payload:
-            raise TooLarge(subject, size, self._link.max_payload)
-        return item
+        size = size_of(lines, message.data) + self._added
+        if size > self._link.max_payload:
+            raise TooLarge(message.subject, size, self._link.max_payload)
+        return lines
 
-    def head(self, item: Item, extra: str = "", *, expects: bool = True) -> bytes:
-        """The header block of the next try, which decides what it expects."""
-        if not expects:
-            return f"NATS/1.0\r\n{item.lines}{extra}{self._tail}".encode()
-        if item.expected is None:
-            item.used = self._known.get(item.subject, 0)
-        else:
-            item.used = item.expected
-        expected = f"{EXPECTED_LAST}: {item.used}\r\n"
-        return f"NATS/1.0\r\n{item.lines}{extra}{expected}{self._tail}".encode()
+    def item(self, message: Outgoing, lines: str) -> Item:
+        if self._closed:
+            raise Unavailable(f"the publisher of {self._stream} is closed")
+        return Item(message, lines, self._loop.create_future())
 
-    def _size_sent(self, item: Item) -> int:
-        """With what is added: version, sequence (20 digits at most), batch, stream."""
-        return item.size + 180 + len(self._tail)
+    def head(self, lines: str, extra: str = "") -> bytes:
+        return f"NATS/1.0\r\n{lines}{extra}{self._tail}".encode()
 
     def enqueue(self, items: Iterable[Item]) -> None:
         window = self._window
@@ -225,14 +222,16 @@ class Publisher:
         if item.future.done():  # cancelled, past its deadline, or closed
             self._finish(item)
             return
-        if (size := self._size_sent(item)) > (limit := self._link.max_payload):
+        if (size := item.size + self._added) > (limit := self._link.max_payload):
             # It has changed since. Not at once: there may be a whole lane of such.
             self._loop.call_soon(self._finish, item, TooLarge(item.subject, size, limit))
             return
         item.tried += 1
+        item.used = self._known.get(item.subject, 0) if item.expected is None else item.expected
+        head = self.head(item.lines, f"{EXPECTED_LAST}: {item.used}\r\n")
         token = self.token()
         try:
-            self._link.send(item.subject, self.reply_to(token), self.head(item), item.data)
+            self._link.send(item.subject, self.reply_to(token), head, item.data)
         except Unavailable:
             self._parked.append(item)
             return
@@ -345,7 +344,15 @@ class Publisher:
         elif entry is not None:
             entry.set_result(None)
 
-    # The members of a batch: counted like others, but stored or given up together.
+    # The members of a batch: counted like others, but stored together.
+
+    def known(self, subject: str) -> int | None:
+        """The last sequence of a subject, as far as we wrote it."""
+        return self._known.get(subject)
+
+    def count(self, messages: int) -> None:
+        """So many more (less) are under way."""
+        self._window.count(messages)
 
     def begin(self, items: Iterable[Item]) -> None:
         for item in items:
@@ -355,9 +362,8 @@ class Publisher:
         for item in items:
             self._window.settle(item)
 
-    def stored(self, item: Item, seq: int) -> None:
-        self._known[item.subject] = seq
-        self._window.settle(item, Published(seq))
+    def stored(self, messages: Iterable[Outgoing], first_seq: int) -> None:
+        self._known.update({m.subject: seq for seq, m in enumerate(messages, first_seq)})
 
     # Time and connection.
 

@@ -121,10 +121,10 @@ def parse_headers(raw: bytes | None) -> dict[str, str]:
     """Header block to a mapping; a later value of one name wins, and bad UTF-8 is replaced."""
     found: dict[str, str] = {}
     if raw:
-        for line in raw.split(b"\r\n")[1:]:
-            name, colon, value = line.partition(b":")
+        for line in raw.decode("utf-8", "replace").split("\r\n")[1:]:
+            name, colon, value = line.partition(":")
             if colon:
-                found[name.decode("ascii", "replace")] = value.strip().decode("utf-8", "replace")
+                found[name] = value.strip()
     return found
 
 
@@ -138,17 +138,18 @@ def status(raw: bytes | None) -> tuple[int, str]:
 
 def format_headers(headers: dict[str, str]) -> str:
     """Lines of a header block; BusError for what would be read as something else."""
-    lines = []
-    for name, value in headers.items():
-        if name not in _good_keys:
+    if not headers.keys() <= _good_keys:
+        for name in headers:
             if not _KEY.fullmatch(name):
                 raise BusError(f"not a header name: {name!r} (must be a token of ASCII letters)")
-            if len(_good_keys) < 1000:
-                _good_keys.add(name)
-        if "\n" in value or "\r" in value:
-            raise BusError(f"header {name} holds a line break: {value!r}")
-        lines.append(f"{name}: {value}\r\n")
-    return "".join(lines)
+        if len(_good_keys) < 1000:
+            _good_keys.update(headers)
+    lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+    if lines.count("\n") != len(headers) or lines.count("\r") != len(headers):
+        for name, value in headers.items():
+            if "\n" in value or "\r" in value:
+                raise BusError(f"header {name} holds a line break: {value!r}")
+    return lines
 
 
 def check_subject(subject: str) -> None:

@@ -17,11 +17,11 @@ class Window:
         self._loop = asyncio.get_running_loop()
         self._items: set[Item] = set()
         self._waiting: list[asyncio.Future[None]] = []
-        self._open = self._open_bytes = 0
+        self._open = self._open_bytes = self._together = 0
         self.backlog: deque[Item] = deque()
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self._items) + self._together
 
     @property
     def full(self) -> bool:
@@ -35,6 +35,12 @@ class Window:
             item.timer = self._loop.call_later(
                 self._deadline, self.settle, item, Unavailable(reason)
             )
+
+    def count(self, messages: int) -> None:
+        """Of batches, which settle as a whole."""
+        self._together += messages
+        if self._waiting and len(self) <= self._size // 2:
+            self._wake()
 
     def enter(self, item: Item) -> None:
         """It goes to the wire, or to the queue of its subject."""
@@ -59,15 +65,15 @@ class Window:
                 item.future.cancel()
             else:
                 item.future.set_result(outcome)
-        if self._waiting and len(self._items) <= self._size // 2:
+        if self._waiting and len(self) <= self._size // 2:
             self._wake()
 
     async def room(self) -> None:
-        while len(self._items) >= self._size or self._open_bytes >= self._size_bytes:
+        while len(self) >= self._size or self._open_bytes >= self._size_bytes:
             await self._news()
 
     async def empty(self) -> None:
-        while self._items:
+        while len(self):
             await self._news()
 
     def drop_given_up(self) -> None:
