@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import heapq
-import os
 import random
 import select
 import socket
@@ -22,72 +21,22 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, cast
+from typing import Final, cast
 
 from services.prober.dialogues import Answer, Dialogue, Dialogues
-from services.prober.plan import Check
+from services.prober.targets import CONNECTED, LOCAL, Outcome, Target, describe
 
 SLOT_S: Final = 0.01
 STARTS_PER_STEP: Final = 512
 READ_BYTES: Final = 16_384
 LATE_S: Final = 0.05
+GLANCE_S: Final = 0.001
 _RESET: Final = struct.pack("ii", 1, 0)
 _STREAM: Final = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
 _DATAGRAM: Final = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
 _IN: Final = select.EPOLLIN
 _OUT: Final = select.EPOLLOUT
 _BROKEN: Final = select.EPOLLERR | select.EPOLLHUP
-
-# What our side lacks. The backend was not asked.
-LOCAL: Final = frozenset(
-    {
-        errno.EMFILE,
-        errno.ENFILE,
-        errno.ENOBUFS,
-        errno.ENOMEM,
-        errno.EADDRNOTAVAIL,
-        errno.EPERM,
-        errno.EACCES,
-        errno.ENETUNREACH,
-        errno.ENETDOWN,
-        errno.EAFNOSUPPORT,
-    }
-)
-# Ends of a connection that had been established, however soon: the handshake was answered.
-_CONNECTED: Final = (errno.ECONNRESET, errno.EPIPE)
-_WORDS: Final = {
-    errno.ECONNREFUSED: "connection refused",
-    errno.ECONNRESET: "connection reset",
-    errno.EHOSTUNREACH: "no route to host",
-    errno.ETIMEDOUT: "connection timed out",
-    errno.EPIPE: "connection closed",
-}
-
-
-class Target:
-    """One check of one backend. `tag` is the owner's, for finding its own again."""
-
-    __slots__ = ("address", "alive", "check", "dialled", "due", "family", "fresh", "tag")
-
-    def __init__(self, tag: Any, check: Check, address: str, dialled: str, port: int) -> None:
-        self.tag = tag
-        self.check = check
-        self.address = address  # as the object has it: what a server may see as our host name
-        self.dialled = (dialled, port)
-        self.family = socket.AF_INET6 if ":" in dialled else socket.AF_INET
-        self.due = 0.0
-        self.alive = False
-        self.fresh = False  # its place within the period is not drawn yet
-
-
-class Outcome(NamedTuple):
-    """One finished check. `local`: it could not be made, for a reason of ours."""
-
-    target: Target
-    ok: bool
-    reason: str
-    started: float
-    local: bool = False
 
 
 class _Probe:
@@ -129,6 +78,7 @@ class Engine:
         self._slots: dict[int, list[Target]] = {}
         self._slot_heap: list[int] = []
         self._queue: deque[Target] = deque()
+        self._begun: list[_Probe] = []  # connections that nobody has looked at yet
         self._deadlines: dict[float, deque[_Probe]] = {}
         self._done: list[Outcome] = []
         self._stood = 0.0  # how long deadlines have stood still so far
@@ -165,6 +115,8 @@ class Engine:
         now = self._clock()
         if now > self._wake + LATE_S:  # nobody knows since when: count next to nothing of it
             self._stood += max(0.0, now - self._last - SLOT_S)
+        if self._begun:
+            self._look_again()
         for fd, mask in self._epoll.poll(timeout, 4_096):
             probe = self._running.get(fd)
             if probe is not None:
@@ -223,12 +175,14 @@ class Engine:
         probe = _Probe(target, sock, now)
         fd = sock.fileno()
         try:
-            if target.check.protocol != "TCP":
+            if target.check.protocol == "TCP":
+                self._begun.append(probe)
+            else:
                 probe.dialogue = self._dialogues.open(target.check, target.address)
-            if udp:
-                probe.events = _IN
-                sock.send(b"")
-            self._epoll.register(fd, probe.events)
+                if udp:
+                    probe.events = _IN
+                    sock.send(b"")
+                self._epoll.register(fd, probe.events)
         except OSError as error:
             sock.close()
             self._finish(target, now, error.errno or 0)
@@ -243,6 +197,22 @@ class Engine:
 
     # --- under way ---
 
+    def _look_again(self) -> None:
+        """Most backends have answered by the next step; only for the others epoll is needed."""
+        begun, self._begun = self._begun, []
+        for probe in begun:
+            sock = probe.sock
+            if sock is None:
+                continue
+            code = sock.connect_ex(probe.target.dialled)
+            if code == errno.EALREADY:
+                try:
+                    self._epoll.register(sock.fileno(), _OUT)
+                except OSError as error:
+                    self._end(probe, error.errno or 0)
+            else:
+                self._end(probe, 0 if code in CONNECTED else code)
+
     def _advance(self, probe: _Probe, mask: int) -> None:
         sock = probe.sock
         if sock is None:
@@ -250,7 +220,7 @@ class Engine:
         if mask & _BROKEN and not mask & _IN:
             code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or errno.EPIPE
             plain = probe.dialogue is None
-            self._end(probe, 0 if plain and code in _CONNECTED else code)
+            self._end(probe, 0 if plain and code in CONNECTED else code)
         elif probe.dialogue is None:
             self._end(probe, 0)
         else:
@@ -364,6 +334,8 @@ class Engine:
         if self._queue and len(self._running) < self._limit:
             return self._clock()
         wake = self._slot_heap[0] * SLOT_S if self._slot_heap else float("inf")
+        if self._begun:
+            wake = min(wake, self._clock() + GLANCE_S)
         for queue in self._deadlines.values():
             while queue and queue[0].sock is None:
                 queue.popleft()
@@ -375,9 +347,3 @@ class Engine:
 def _open(family: int, kind: int) -> socket.socket:
     """The class under socket.socket: the same methods for half the price."""
     return cast(socket.socket, socket.SocketType(family, kind))
-
-
-def describe(code: int, target: Target) -> str:
-    if code == errno.ETIMEDOUT:
-        return f"no answer within {target.check.timeout:g} s"
-    return _WORDS.get(code) or os.strerror(code).lower()

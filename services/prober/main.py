@@ -16,10 +16,10 @@ from services.kit.projector import Projector
 from services.kit.retry import wait_or_stop
 from services.kit.runtime import Runtime
 from services.prober.checks import Engine
-from services.prober.core import Dummies
 from services.prober.dialling import BadDialMap, DialMap
 from services.prober.dialogues import Dialogues
 from services.prober.driving import Driver
+from services.prober.images import Dummies
 from services.prober.monitor import EVERYTHING_FAILED, Monitor
 from services.prober.plan import Defaults, usable
 from services.prober.projection import Judgement, Prober, Settle

@@ -16,11 +16,13 @@ import structlog
 from prometheus_client import Counter, Gauge, Histogram
 
 from schema.events import Backend
-from services.prober.checks import Engine, Outcome, Target
-from services.prober.core import Hold, State, Verdict
+from services.prober.checks import Engine
+from services.prober.core import State
 from services.prober.dialling import DialMap
+from services.prober.images import Hold, Verdict
 from services.prober.plan import Check, Plan
 from services.prober.projection import Judgement
+from services.prober.targets import Outcome, Target
 from services.prober.verdicts import HEALTHY, UNHEALTHY, UNKNOWN, Opinion, OwnFault
 
 log = structlog.get_logger()

@@ -19,7 +19,8 @@ from schema.subjects import ObjectRef
 from services.kit.mirror import Mirror
 from services.kit.records import Record, Source, Work
 from services.prober import store
-from services.prober.core import BALANCERS, KINDS, Dummies, Hold, State, Verdict
+from services.prober.core import KINDS, State
+from services.prober.images import BALANCERS, Dummies, Hold, Verdict
 from services.prober.plan import Defaults
 
 PORTION = 1_000

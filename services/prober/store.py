@@ -14,7 +14,7 @@ from schema.events import BackendsResolved
 from schema.tables.prober import image as image_table
 from schema.tables.prober import mirror as mirror_table
 from services.kit.mirror import Mirror
-from services.prober.core import BALANCERS
+from services.prober.images import BALANCERS
 from services.prober.members import PODS, VMIS
 from services.prober.plan import ANNOTATION
 

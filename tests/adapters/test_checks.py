@@ -22,10 +22,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from services.prober.checks import Engine, Target
+from services.prober.checks import Engine
 from services.prober.dialogues import Dialogues
 from services.prober.driving import Driver
 from services.prober.plan import Check
+from services.prober.targets import Target
 from tests.backends import free_port
 from tests.core.test_prober_dialogues import HEADERS, SETTINGS, status
 

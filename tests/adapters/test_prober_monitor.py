@@ -6,11 +6,12 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from schema.objects import ExplicitBackend, HealthCheck, Listener
-from services.prober.checks import Engine, Outcome
+from services.prober.checks import Engine
 from services.prober.core import KINDS, State
 from services.prober.dialling import DialMap
 from services.prober.monitor import Monitor
 from services.prober.plan import Check
+from services.prober.targets import Outcome
 from services.prober.verdicts import OwnFault
 from tests.core.prober_objects import DEFAULTS, DUMMIES, balancer, machine, ref
 

@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 
 from schema import objects
 from schema.subjects import ObjectRef
-from services.prober.core import Dummies
+from services.prober.images import Dummies
 from services.prober.plan import Defaults
 
 NOW = datetime(2026, 11, 30, 12, 0, tzinfo=UTC)

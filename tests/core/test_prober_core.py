@@ -17,7 +17,8 @@ from hypothesis.stateful import (
 
 from schema.events import BackendsResolved
 from schema.objects import ExplicitBackend, HealthCheck, Listener
-from services.prober.core import KINDS, Hold, State, Verdict
+from services.prober.core import KINDS, State
+from services.prober.images import Hold, Verdict
 from services.prober.members import VMIS, matches, member
 from services.prober.plan import read
 from tests.core.prober_objects import DEFAULTS, DUMMIES, NOW, balancer, machine, pod, ref

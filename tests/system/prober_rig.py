@@ -22,7 +22,7 @@ from services.kit import config
 from services.kit.bus import Bus, Message
 from services.kit.runtime import Runtime
 from services.prober import main
-from services.prober.core import fold
+from services.prober.images import fold
 from tests.backends import Backends, free_port
 from tests.feeding import Feeder
 from tests.waiting import eventually
@@ -160,7 +160,7 @@ class Rig:
         self.check_reader()
         return self.images.get(f"uid-{name}")
 
-    async def until(self, name: str = "web", timeout: float = 15.0, **wanted: object):
+    async def until(self, name: str = "web", timeout: float = 60.0, **wanted: object):
         """Wait for an image: ready=, unready=, states=, dummy=, reason=, ... compared by value."""
 
         def there() -> bool:

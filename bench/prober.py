@@ -1,0 +1,222 @@
+"""Checks per second on one core, beside the plain way of doing it; lag and memory of 100,000.
+
+Backends are loopback addresses that one process answers for. Figures of the engine alone and with
+the monitor (thresholds, verdicts) are told apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from bench.harness import Figure, Row, percentile, rss_mb
+from schema import objects
+from services.prober.checks import Engine
+from services.prober.core import KINDS, State
+from services.prober.dialling import DialMap
+from services.prober.driving import Driver
+from services.prober.images import Dummies
+from services.prober.monitor import Monitor
+from services.prober.plan import Check, Defaults
+from services.prober.projection import Judgement
+from services.prober.targets import Outcome, Target
+from services.prober.verdicts import OwnFault
+
+ANSWER = """
+import select, socket, sys
+listener = socket.socket()
+listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+listener.bind(("0.0.0.0", 0))
+listener.listen(4096)
+print(listener.getsockname()[1], flush=True)
+http = sys.argv[1] == "http"
+while True:
+    connection, _ = listener.accept()
+    try:
+        if http:
+            connection.recv(4096)
+            connection.send(b"HTTP/1.1 200 OK\\r\\nContent-Length: 0\\r\\n\\r\\n")
+    except OSError:
+        pass
+    connection.close()
+"""
+
+
+@contextlib.contextmanager
+def answering(how: str) -> Iterator[int]:
+    """A process that answers on every loopback address; yields its port."""
+    process = subprocess.Popen([sys.executable, "-c", ANSWER, how], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        yield int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def address(number: int) -> str:
+    return f"127.{1 + number // 60_000}.{number // 250 % 240}.{1 + number % 250}"
+
+
+def saturate(port: int, seconds: float, protocol: str) -> tuple[float, float, int]:
+    """As many checks as go: per second, CPU per check in us, failures."""
+    failed = finished = 0
+
+    def report(outcomes: list[Outcome]) -> None:
+        nonlocal failed, finished
+        finished += len(outcomes)
+        failed += sum(not outcome.ok for outcome in outcomes)
+
+    engine = Engine(report, max_in_flight=512)
+    check = Check(port=port, period=0.05, timeout=5.0, protocol=protocol)
+    for number in range(5_000):
+        host = address(number)
+        engine.add(Target(number, check, host, host, port), at_once=False)
+    with contextlib.closing(engine):
+        began, cpu = time.monotonic(), time.process_time()
+        while time.monotonic() - began < seconds:
+            wake = engine.step(0.0)
+            pause = min(wake - time.monotonic(), 0.002)
+            if pause > 0:
+                engine.step(pause)
+        wall, cpu = time.monotonic() - began, time.process_time() - cpu
+    return finished / wall, cpu / finished * 1e6, failed
+
+
+async def plainly(port: int, seconds: float) -> float:
+    """The same by asyncio.open_connection, 128 at a time."""
+    finished = 0
+    began = time.monotonic()
+
+    async def worker(number: int) -> None:
+        nonlocal finished
+        while time.monotonic() - began < seconds:
+            _, writer = await asyncio.open_connection(address(number), port)
+            writer.transport.abort()
+            finished += 1
+
+    await asyncio.gather(*(worker(number) for number in range(128)))
+    return finished / (time.monotonic() - began)
+
+
+async def rates(quick: bool) -> list[Figure]:
+    seconds = 1.5 if quick else 4.0
+    with answering("tcp") as port:
+        rate, cpu, failed = await asyncio.to_thread(saturate, port, seconds, "TCP")
+        plain = await plainly(port, seconds / 2)
+    with answering("http") as port:
+        http, _, http_failed = await asyncio.to_thread(saturate, port, seconds, "HTTP")
+    return [
+        Figure("tcp_checks", rate, "1/s", 15_000, 28_000, note=f"one core, {failed} failed"),
+        Figure("tcp_checks.cpu", cpu, "us", better="lower", note="CPU per check, kernel included"),
+        Figure("tcp_checks.plain", plain, "1/s", note="asyncio.open_connection, same run"),
+        Figure("tcp_checks.ratio", rate / plain, "x", note="to asyncio.open_connection"),
+        Figure("http_checks", http, "1/s", note=f"{http_failed} failed"),
+        Figure("http_checks.ratio", http / rate, "x", floor=1 / 3, note="to TCP's rate"),
+    ]
+
+
+def load_balancers(count: int, each: int, port: int, period: int) -> State:
+    """A state with so many load balancers, every backend of which is checked."""
+    state = State(Defaults(), Dummies("192.0.0.8", "100::1"))
+    check = objects.HealthCheck(port=port, period_seconds=period)
+    listeners = [objects.Listener(name="http", port=80, backend_port=port)]
+    for number in range(count):
+        spec = objects.LoadBalancerSpec(
+            listeners=listeners, backend_server_selector={"lb": [str(number)]}, health_check=check
+        )
+        meta = objects.ObjectMeta(name=f"lb{number}", namespace="bench", uid=f"lb-{number}")
+        state.see_balancer(meta.uid, objects.LoadBalancer(metadata=meta, spec=spec))
+        for part in range(number * each, number * each + each):
+            host = "10." + address(part).partition(".")[2]
+            vm = objects.VirtualMachineInstance(
+                metadata=objects.ObjectMeta(
+                    name=f"vm{part}",
+                    namespace="bench",
+                    uid=f"vm-{part}",
+                    labels={"lb": str(number)},
+                ),
+                status=objects.VMIStatus(
+                    interfaces=[objects.VMInterface(name="n", ip_address=host)]
+                ),
+            )
+            state.see_member(objects.object_ref(vm), vm)
+    return state
+
+
+async def standing(backends: int, period: int) -> dict[str, float]:
+    """All backends checked every `period` seconds: lag of the starts, CPU, memory."""
+    lags: list[float] = []
+
+    class Timed(Engine):
+        def step(self, timeout: float = 0.0) -> float:
+            wake = super().step(timeout)
+            lags.append(self.late)
+            return wake
+
+    with answering("tcp") as port:
+        state = load_balancers(backends // 10, 10, port, period)
+
+        state.resolve(KINDS, datetime.now(UTC), backends)
+        loop = asyncio.get_running_loop()
+
+        def submit(judgement: Judgement) -> bool:
+            state.judge(judgement.verdicts, judgement.holds, judgement.at)
+            changed, state.changed = state.changed, set()
+            loop.call_soon(monitor.update, changed)
+            return True
+
+        monitor = Monitor(
+            lambda: state, submit, Timed, DialMap(["10.0.0.0/8=127.0.0.0/8"]), OwnFault()
+        )
+        stop = asyncio.Event()
+        driver = Driver(monitor.engine)
+        monitor.start()
+        task = asyncio.create_task(driver.run(stop))
+        await asyncio.sleep(2.0 * period + 1.0)
+        lags.clear()
+        began, cpu, started = time.monotonic(), time.process_time(), monitor.engine.started
+        await asyncio.sleep(period)
+        wall, cpu = time.monotonic() - began, time.process_time() - cpu
+        rate = (monitor.engine.started - started) / wall
+        stop.set()
+        await task
+    return {
+        "rate": rate,
+        "lag_ms": percentile(lags, 99) * 1_000,
+        "cpu": cpu / wall * 100,
+        "rss_mb": rss_mb(os.getpid()),
+    }
+
+
+async def spread(quick: bool) -> list[Figure]:
+    """In a process of its own, for its memory."""
+    backends, period = (10_000, 2) if quick else (100_000, 10)
+    program = "import asyncio, msgspec; from bench.prober import standing; " + (
+        f"print(msgspec.json.encode(asyncio.run(standing({backends}, {period}))).decode())"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE
+    )
+    out, _ = await process.communicate()
+    found: dict[str, Any] = msgspec.json.decode(out)
+    note = f"{backends:,} backends every {period} s, {found['rate']:,.0f} checks/s"
+    full = not quick
+    return [
+        Figure("checks_spread.lag_p99", found["lag_ms"], "ms", 100.0, better="lower", note=note),
+        Figure("checks_spread.cpu", found["cpu"], "%", better="lower", note="of one core"),
+        Figure("checks_spread.rss", found["rss_mb"], "MB", 400.0 if full else None, better="lower"),
+    ]
+
+
+ROWS = [Row("tcp_checks", rates), Row("checks_spread", spread, repeats=2)]
