@@ -8,6 +8,7 @@ address that it means: it can't become a second holder of the same address.
 from __future__ import annotations
 
 import ipaddress
+import re
 from typing import Final
 
 V6: Final = 1 << 128
@@ -21,12 +22,18 @@ class AddressError(ValueError):
     """Text that is no address; the message says what would be one."""
 
 
+_octet: Final = r"(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
+_PLAIN_V4: Final = re.compile(rf"{_octet}(\.{_octet}){{3}}", re.ASCII).fullmatch
+
+
 def family(address: int) -> int:
     return 6 if address > _LAST_V4 else 4
 
 
 def parse(text: str) -> int:
     """One host address, in any spelling, with or without its full prefix length."""
+    if _PLAIN_V4(text):
+        return parse_canonical(text)
     if "%" in text:
         raise AddressError(f"invalid IP {text!r}: an address with a zone belongs to one node")
     try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
+from datetime import datetime
 
 import msgspec
 
@@ -65,6 +67,12 @@ def escape(text: str) -> str:
     return text
 
 
+@functools.lru_cache(maxsize=1024)
+def _iso(at: datetime) -> str:
+    """Rows of one batch have few different times."""
+    return at.isoformat()
+
+
 LEASE_COLUMNS = (
     "id", "plural", "namespace", "name", "uid", "address", "pool", "during", "rule", "adopted",
     "sharing_key", "slots", "retiring", "cause", "release_cause", "release_reason",
@@ -75,12 +83,12 @@ def lease_line(granted: Granted) -> str:
     lease: Lease = granted.lease
     owner = lease.owner
     namespace, _, name = owner.key.partition("/")
-    until = f'"{granted.ended.isoformat()}"' if granted.ended else ""
+    until = f'"{_iso(granted.ended)}"' if granted.ended else ""
     slots = slots_text(lease.slots) if lease.slots else ALL_SLOTS
     retiring = lease.retiring.isoformat() if lease.retiring else "\\N"
     return (
         f"{lease.id}\t{owner.plural}\t{namespace}\t{name}\t{owner.uid}\t"
-        f'{addresses.text(lease.address)}\t{lease.pool}\t["{granted.at.isoformat()}",{until})\t'
+        f'{granted.text}\t{lease.pool}\t["{_iso(granted.at)}",{until})\t'
         f"{granted.rule}\t{'t' if granted.adopted else 'f'}\t{escape(lease.share)}\t{slots}\t"
         f"{retiring}\t{granted.cause}\t{granted.end_cause}\t{granted.end_reason}\n"
     )

@@ -38,7 +38,9 @@ async def load(conn: AsyncConnection, state: State) -> None:
         view = msgspec.convert(row.view, objects.IPPool)
         good = msgspec.convert(row.good, objects.IPPool) if row.good else None
         pool = Pool(row.name, row.uid, view, row.epoch, row.generation, good=good)
-        pool.last_allocated, pool.claims, pool.history = row.last_allocated, row.claims, row.history
+        if row.last_allocated:
+            pool.last_allocated = addresses.parse(row.last_allocated)
+        pool.claims, pool.history = row.claims, row.history
         restore.pool(state, pool)
     owners = await _load_owners(conn, state)
     await _load_leases(conn, state, owners)
@@ -368,7 +370,7 @@ async def _save_pools(conn: AsyncConnection, state: State) -> None:
             "generation": pool.generation,
             "view": msgspec.to_builtins(pool.view),
             "good": msgspec.to_builtins(pool.good) if pool.good is not None else sa.null(),
-            "last_allocated": pool.last_allocated,
+            "last_allocated": pool.last_text,
             "claims": pool.claims,
             "history": pool.history,
         }

@@ -70,6 +70,7 @@ def take_in(state: State, fact: events.AnyEvent, *, epoch: str, seq: int) -> Non
         case events.EpochStarted():
             state.epoch = fact.epoch
             state.changes.clock = True
+            state.refresh_ready()
 
 
 def conclude(state: State, *, was_ready: bool) -> list[events.Event]:
@@ -115,8 +116,8 @@ def _release_departed(state: State) -> None:
 
 
 def _place_undecided(state: State) -> None:
-    undecided, state.undecided = state.undecided, {}
-    owners = list(undecided.values())
+    owners = list(state.undecided.values())
+    state.undecided.clear()
     if len(owners) > 1:
         owners.sort(key=_by_ticket)
     for owner in owners:
@@ -189,7 +190,7 @@ def account(state: State) -> list[events.PoolAccounted]:
                 total=min(pool.total, MAX_INT64),
                 available=max(0, min(state.available(pool), MAX_INT64)),
                 waiting=sum(state.queues.waiting(("pool", name, family)) for family in (4, 6)),
-                last_allocated=pool.last_allocated,
+                last_allocated=pool.last_text,
                 ready=not pool.reason,
                 reason=pool.reason or "Ready",
                 message=pool.problem,

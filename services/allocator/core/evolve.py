@@ -178,10 +178,16 @@ def _follow(state: State) -> None:
         if owner.request.mode == DHCP:
             settle(state, owner, DELEGATED)
             continue
+        if owner.request.problem:
+            owner.phase = WAITING
+            rejoin(state, owner)
+            continue
         fitting = fitting_leases(state, owner)
-        for lease in fitting:
-            sharing.restate_slots(state, lease)
-        if owner.request.problem or missing(owner.request, fitting):
+        lacking = missing(owner.request, fitting)
+        if not lacking or not _all_or_nothing(owner, fitting):
+            for lease in fitting:
+                sharing.restate_slots(state, lease)
+        if lacking:
             owner.phase = WAITING
             rejoin(state, owner)
         else:
@@ -191,3 +197,8 @@ def _follow(state: State) -> None:
     state.freed_quotas.clear()
     state.showing.clear()
     state.strayed.clear()
+
+
+def _all_or_nothing(owner: Owner, fitting: tuple[Lease, ...]) -> bool:
+    """Whether an owner that lacks something was refused altogether."""
+    return owner.request.strict or not fitting

@@ -27,7 +27,8 @@ def begin(
     adopted: bool = False,
 ) -> Lease:
     lease = state.hold(owner, pool, address, lease_id)
-    state.changes.granted[lease_id] = Granted(lease, state.now, rule, state.cause, adopted)
+    text = addresses.text(address)
+    state.changes.granted[lease_id] = Granted(lease, text, state.now, rule, state.cause, adopted)
     return lease
 
 
@@ -49,7 +50,7 @@ def grant(state: State, owner: Owner, pool: Pool, address: int, rule: str) -> Le
             at=state.now,
             owner=event_owner(owner),
             lease=lease.id,
-            address=addresses.text(address),
+            address=state.changes.granted[lease.id].text,
             pool=pool.name,
             mask=mask,
             gateway=gateway,

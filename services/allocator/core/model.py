@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Final, NamedTuple
 
-from schema import objects
+from schema import addresses, objects
 from schema.pools import Plan
 from services.allocator.core.space import Space
 
@@ -129,7 +129,8 @@ class Pool:
     overlapping: tuple[str, ...] = ()
     claims: dict[str, str] = field(default_factory=dict)  # status.allocated, until adopted
     history: dict[str, str] = field(default_factory=dict)  # status.allocatedHistory, likewise
-    last_allocated: str = ""
+    last_allocated: int = -1
+    texts: tuple[str, str] | None = None  # mask and gateway, where all addresses have the same
     quotas: tuple[objects.PoolQuota, ...] = ()
 
     @property
@@ -143,8 +144,14 @@ class Pool:
         return self.spaces.get(family)
 
     def mask_and_gateway(self, address: int) -> tuple[str, str]:
+        if self.texts is not None:
+            return self.texts
         item = self.plan.range_of(address) if self.plan is not None else None
         return (item.mask, item.gateway_text) if item is not None else ("", "")
+
+    @property
+    def last_text(self) -> str:
+        return addresses.text(self.last_allocated) if self.last_allocated >= 0 else ""
 
     @property
     def total(self) -> int:

@@ -33,7 +33,7 @@ PROJECT_ANNOTATION = "field.cattle.io/projectId"
 
 def load_balancer(state: State, obj: objects.LoadBalancer, epoch: str) -> None:
     meta = obj.metadata
-    request = requests.of_load_balancer(obj)
+    request = state.reader.load_balancer(obj)
     claims = requests.claims_of_load_balancer(obj)
     owner = _owner_seen(state, LOADBALANCERS, meta, request, claims, epoch)
     if owner is not None and state.retiring:
@@ -47,7 +47,7 @@ def service(state: State, obj: objects.Service, epoch: str) -> None:
         if known is not None:
             _owner_seen(state, SERVICES, meta, requests.NO_REQUEST, (), epoch)
         return
-    request = requests.of_service(obj, classless=state.rules.classless)
+    request = state.reader.service(obj)
     claims = requests.claims_of_service(obj)
     owner = _owner_seen(state, SERVICES, meta, request, claims, epoch)
     if owner is not None and state.retiring:
@@ -221,6 +221,7 @@ def sync_finished(state: State, plural: str, epoch: str, seq: int, *, absent: bo
         return
     state.synced[plural] = (epoch, seq, absent)
     state.changes.marks.add(plural)
+    state.refresh_ready()
     if plural in state.owners:
         for owner in list(state.owners[plural].values()):
             if owner.epoch != epoch and owner.gone_at is None:

@@ -36,6 +36,75 @@ class RequestError(ValueError):
     """A part of the object that can't be followed; names field, value and remedy."""
 
 
+_KEYS: Final = (
+    ADDRESS_ANNOTATION,
+    POOL_ANNOTATION,
+    FAMILIES_ANNOTATION,
+    POLICY_ANNOTATION,
+    NETWORK_ANNOTATION,
+    MANAGEMENT_ANNOTATION,
+    CLUSTER_ANNOTATION,
+    SHARE_ANNOTATION,
+)
+_READ: Final = frozenset(_KEYS)
+
+
+class Reader:
+    """Requests by the parts of an object that they are read from.
+
+    Most objects of a namespace ask for the same; what one asks for is worked out once.
+    """
+
+    def __init__(self, *, classless: bool) -> None:
+        self._classless = classless
+        self._known: dict[tuple[object, ...], Request] = {}
+
+    def load_balancer(self, obj: objects.LoadBalancer) -> Request:
+        spec, meta = obj.spec, obj.metadata
+        labels = tuple(map(meta.labels.get, GUEST_LABELS)) if meta.labels else None
+        families = tuple(spec.ip_families) if spec.ip_families else None
+        key = (
+            *(meta.namespace, spec.ipam, spec.ip_pool, spec.workload_type, spec.address),
+            *(families, labels, _read_annotations(meta)),
+        )
+        found = self._known.get(key)
+        return found if found is not None else self._keep(key, of_load_balancer(obj))
+
+    def service(self, obj: objects.Service) -> Request:
+        """Of a Service that is ours."""
+        spec, meta = obj.spec, obj.metadata
+        annotations = _read_annotations(meta)
+        if annotations is not None and annotations[-1]:
+            return of_service(obj, classless=self._classless)  # sharers differ by their ports
+        families = tuple(spec.ip_families) if spec.ip_families else None
+        ips = spec.cluster_ips or (spec.cluster_ip,)
+        six = tuple([":" in ip for ip in ips if ip and ip != "None"])
+        key = (
+            *(meta.namespace, spec.load_balancer_ip, spec.ip_family_policy),
+            *(families, six, annotations),
+        )
+        found = self._known.get(key)
+        if found is not None:
+            return found
+        return self._keep(key, of_service(obj, classless=self._classless))
+
+    def _keep(self, key: tuple[object, ...], request: Request) -> Request:
+        if len(self._known) >= _KNOWN_LIMIT:
+            self._known.clear()
+        self._known[key] = request
+        return request
+
+
+_KNOWN_LIMIT: Final = 65_536
+
+
+def _read_annotations(meta: objects.ObjectMeta) -> tuple[str | None, ...] | None:
+    annotations = meta.annotations
+    if not annotations or _READ.isdisjoint(annotations):
+        return None
+    return tuple(map(annotations.get, _KEYS))
+
+
 def of_load_balancer(obj: objects.LoadBalancer) -> Request:
     spec, meta = obj.spec, obj.metadata
     annotations = meta.annotations or {}
@@ -191,12 +260,7 @@ def _service_families(spec: objects.ServiceSpec) -> tuple[tuple[int, ...], bool]
     """
     families = [addresses.FAMILIES[f] for f in spec.ip_families or () if f in addresses.FAMILIES]
     cluster_ips = spec.cluster_ips or ([spec.cluster_ip] if spec.cluster_ip else [])
-    held = []
-    for text in cluster_ips:
-        try:
-            held.append(addresses.family(addresses.parse(text)))
-        except AddressError:
-            continue  # "None", or not assigned yet
+    held = [6 if ":" in text else 4 for text in cluster_ips if text and text != "None"]
     if held:
         families = [f for f in families if f in held] or held
     families = families or [4]

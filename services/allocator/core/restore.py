@@ -55,6 +55,7 @@ def memo(state: State, stored: Memo) -> None:
 
 def finish(state: State) -> None:
     """Everything is in: bring it into the order in which it would have come to be."""
+    state.refresh_ready()
     for known in state.pools.values():
         for space in known.spaces.values():
             space.settle()

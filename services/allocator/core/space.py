@@ -96,17 +96,19 @@ class Space:
 
     # --- changing ---
 
-    def hold(self, address: int, lease: Lease) -> Memo | None:
-        """Take the address for the lease; returns the memory of its last holder, now forgotten."""
-        before = self.held.get(address)
-        if before is not None:
+    def hold(self, address: int, lease: Lease, *, inside: bool) -> Memo | None:
+        """Take the address for the lease; returns the memory of its last holder, now forgotten.
+
+        `inside`: whether the shape has the address.
+        """
+        if address in self.held:
             self.held[address] = (*self.holders(address), lease)
             return None
         self.held[address] = lease
-        if address not in self.shape:
+        if not inside:
             return None
         self.inside += 1
-        memo = self.free.pop(address, None)
+        memo = self.free.pop(address, None) if self.free else None
         if memo is None:
             if address == self._next:
                 self._next = address + 1

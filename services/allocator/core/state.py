@@ -20,6 +20,7 @@ from services.allocator.core.model import LOADBALANCERS, SERVICES, Lease, Owner,
 from services.allocator.core.queue import Queues
 from services.allocator.core.quota import QuotaKey
 from services.allocator.core.quota import keys as quota_keys
+from services.allocator.core.request import Reader
 from services.allocator.core.space import Memo, Space
 
 REQUIRED: Final = ("ippools", "namespaces", LOADBALANCERS, SERVICES)
@@ -44,6 +45,7 @@ class Granted:
     """A lease that began, as the ledger keeps it."""
 
     lease: Lease
+    text: str  # the address
     at: datetime
     rule: str
     cause: str
@@ -102,6 +104,7 @@ class State:
     def __init__(self, rules: Rules = Rules()) -> None:  # noqa: B008
         self.rules = rules
         self.epoch = ""
+        self.ready = False
         self.now = BEGINNING
         self.serial = 0  # of leases and tickets; only grows
         self.cause = ""  # of what is being decided
@@ -126,6 +129,7 @@ class State:
         self.touched: dict[str, None] = {}  # pools to account for
         self.out: list[events.Event] = []
         self.changes = Changes()
+        self.reader = Reader(classless=rules.classless)
         self._index = Index()
         self._requests: dict[Request, Request] = {}
         self._choices: dict[Request, Choice] = {}
@@ -142,11 +146,12 @@ class State:
         self.changes.clock = True
         return self.serial
 
-    @property
-    def ready(self) -> bool:
+    def refresh_ready(self) -> None:
         """Whether every kind that decisions depend on is known completely in this epoch."""
         epoch, synced = self.epoch, self.synced
-        return all((mark := synced.get(kind)) is not None and mark[0] == epoch for kind in REQUIRED)
+        self.ready = all(
+            (mark := synced.get(kind)) is not None and mark[0] == epoch for kind in REQUIRED
+        )
 
     def forget_changes(self) -> None:
         """What changed is stored now."""
@@ -159,7 +164,7 @@ class State:
 
     def add_owner(self, owner: Owner) -> None:
         self.owners[owner.plural][owner.key] = owner
-        self.changed(owner)
+        self.changes.owners[owner.plural, owner.uid] = owner
 
     def depart(self, owner: Owner, how: str) -> None:
         """The object is gone. What it holds is released when that may be decided."""
@@ -191,10 +196,12 @@ class State:
 
     def undecide(self, owner: Owner) -> None:
         """Note that the owner asks for something; from here on it has its place in the order."""
-        self.queues.leave(owner)
-        owner.ticket = self.next_serial()
-        self.undecided[owner.plural, owner.uid] = owner
-        self.changed(owner)
+        if owner.waits:
+            self.queues.leave(owner)
+        self.serial = owner.ticket = self.serial + 1
+        self.changes.clock = True
+        identity = (owner.plural, owner.uid)
+        self.undecided[identity] = self.changes.owners[identity] = owner
 
     def changed(self, owner: Owner) -> None:
         self.changes.owners[owner.plural, owner.uid] = owner
@@ -220,20 +227,31 @@ class State:
         lease = Lease(lease_id, owner, address, pool)
         if request.share:
             lease.share, lease.slots = request.sharing_key, request.slots
-        if pool in self.pools:
-            self.pools[pool].last_allocated = addresses.text(address)
+        known = self.pools.get(pool)
+        if known is not None:
+            known.last_allocated = address
             self.changes.pools.add(pool)
         owner.leases = (*owner.leases, lease)
         self.attach(lease)
-        self.changed(owner)
+        self.changes.owners[owner.plural, owner.uid] = owner
         return lease
 
     def attach(self, lease: Lease) -> None:
         """Mark the address as held in every pool that could give it out."""
         address = lease.address
-        self.count(lease, 1)
+        pool = self.pools.get(lease.pool)
+        if lease.share or (pool is not None and pool.quotas):
+            self.count(lease, 1)
+        if pool is not None and not pool.overlapping:  # the usual case, without detours
+            space = pool.spaces.get(6 if address >= addresses.V6 else 4)
+            if space is not None and address in space.shape:
+                memo = space.hold(address, lease, inside=True)
+                if memo is not None:
+                    self._forget(memo)
+                self.touched[pool.name] = None
+                return
         for pool, space in self.places(lease):
-            memo = space.hold(address, lease)
+            memo = space.hold(address, lease, inside=address in space.shape)
             if memo is not None:
                 self._forget(memo)
             self.touched[pool.name] = None
@@ -245,7 +263,9 @@ class State:
         owner, address = lease.owner, lease.address
         owner.leases = tuple(one for one in owner.leases if one is not lease)
         self.changed(owner)
-        self.count(lease, -1)
+        known = self.pools.get(lease.pool)
+        if lease.share or (known is not None and known.quotas):
+            self.count(lease, -1)
         self.retiring.pop(lease.id, None)
         for pool, space in self.places(lease):
             memo = Memo(address, pool.name, owner.plural, owner.key, self.now, self.next_serial())
@@ -410,7 +430,9 @@ class State:
 
     def reshape(self, pool: Pool, plan: Plan | None) -> None:
         """Give a pool other ranges; leases stay with it, memories outside are dropped."""
-        old_spaces, pool.plan = pool.spaces, plan
+        old_spaces, pool.plan, pool.texts = pool.spaces, plan, None
+        if plan is not None and len(plan.ranges) == 1:
+            pool.texts = (plan.ranges[0].mask, plan.ranges[0].gateway_text)
         pool.spaces = {}
         around = {id(lease): lease for space in old_spaces.values() for lease in _leases(space)}
         before, pool.overlapping = pool.overlapping, self._overlapping(pool)
