@@ -1,0 +1,31 @@
+"""Fixtures of the tests of the whole running system: one machine per run, one space per test."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from tests.system.whole import Space, Whole, space_of
+
+
+@pytest.fixture(scope="session")
+def machine(tmp_path_factory: pytest.TempPathFactory, infra_mode: str) -> Iterator[Whole]:
+    """Everything, running. Tests ask for `whole` or `space`, which put it right first."""
+    made = Whole(tmp_path_factory.mktemp("whole"), infra_mode)
+    try:
+        asyncio.run(made.start())
+        yield made
+    finally:
+        asyncio.run(made.stop())
+
+
+@pytest.fixture
+async def whole(machine: Whole) -> Whole:
+    await machine.heal()
+    return machine
+
+
+@pytest.fixture
+async def space(whole: Whole) -> AsyncIterator[Space]:
+    async with space_of(whole) as made:
+        yield made
