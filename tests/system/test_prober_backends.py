@@ -72,6 +72,54 @@ async def test_report_24_a_stopping_or_relabelled_vm_leaves_at_once(rig):
     await rig.until(ready=[], dummy=DUMMY, matched=0)
 
 
+async def test_edited_labels_and_selectors_move_backends(rig):
+    """S2d, S2e: a label that comes to match joins, an edited selector replaces the backends."""
+    lb = web(rig)
+    await rig.feed.seen(lb)
+    await rig.feed.seen(machine("vm1", "10.0.0.4", labels={"app": "db"}))
+    await rig.feed.seen(machine("vm2", "10.0.0.5"))
+    await rig.synced()
+    await rig.until(ready=["vm2"])
+    await rig.feed.seen(machine("vm1", "10.0.0.4"))
+    await rig.until(ready=["vm1", "vm2"])
+    await rig.feed.seen(machine("vm1", "10.0.0.4", labels={"app": "db"}))
+    await rig.until(ready=["vm2"])
+    await rig.feed.seen(changed(lb, backend_server_selector={"app": ["db"]}))
+    await rig.until(ready=["vm1"])
+
+
+async def test_one_failing_backend_of_two_leaves_alone(rig):
+    """S4a, S4b, S4d: it goes after its threshold, the other stays, and it comes back."""
+    for number in (1, 2):
+        await rig.backends.answer(f"127.10.0.{number}", rig.port)
+    await rig.feed.seen(web(rig, check=checked(rig)))
+    await rig.feed.seen(machine("vm1", "10.0.0.1"))
+    await rig.feed.seen(machine("vm2", "10.0.0.2"))
+    await rig.synced()
+    await rig.until(ready=["vm1", "vm2"])
+    await rig.backends.refuse("127.10.0.1", rig.port)
+    await rig.until(ready=["vm2"], dummy="")
+    await rig.backends.answer("127.10.0.1", rig.port)
+    await rig.until(ready=["vm1", "vm2"])
+    assert rig.states("vm2") == ["unknown", "healthy"]
+
+
+async def test_a_change_is_one_event_with_many_backends(rig):
+    """B7: one external change of a load balancer with 200 backends is one decision."""
+    await rig.feed.seen(web(rig))
+    vms = [machine(f"vm{i:03}", f"10.0.{i // 100}.{i % 100 + 1}") for i in range(200)]
+    await rig.feed.send_all([events.VirtualMachineInstanceSeen(at=NOW, object=vm) for vm in vms])
+    await rig.synced()
+    await rig.until(matched=200)
+    before = len(rig.log)
+    await rig.feed.gone(vms[77])
+    await rig.until(matched=199)
+    await rig.feed.seen(vms[78])  # nothing new about it
+    await rig.feed.seen(machine("vm200", "10.0.9.9"))
+    await rig.until(matched=200)
+    assert len(rig.log) == before + 2
+
+
 async def test_report_69_a_load_balancer_may_come_before_its_backends(rig):
     """Only the dummy at first; the backend joins later without a touch of the load balancer."""
     await rig.synced()
