@@ -154,16 +154,17 @@ def _fault(
 
 
 def _shown(value: Any, schema: Schema) -> Any:
-    """A value as CEL sees it: reserved field names escaped, times as times."""
+    """A value as CEL sees it: a null field absent, reserved names escaped, times as times."""
     if not schema.translated:
         return value
     if isinstance(value, dict):
-        return {
-            (_escaped(name) if name in schema.properties else name): _shown(
-                item, schema.child(name)
-            )
-            for name, item in value.items()
-        }
+        shown = {}
+        for name, item in value.items():
+            if name not in schema.properties:
+                shown[name] = _shown(item, schema.child(name))
+            elif item is not None:
+                shown[_escaped(name)] = _shown(item, schema.properties[name])
+        return shown
     if isinstance(value, list):
         return [_shown(item, schema.element()) for item in value]
     if schema.raw.get("format") == "date-time" and isinstance(value, str):

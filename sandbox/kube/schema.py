@@ -80,6 +80,7 @@ class Schema:
         self.ruled: bool = bool(self.rules) or any(child.ruled for child in self.children())
         self.translated: bool = (
             raw.get("format") == "date-time"
+            or any(child.nullable for child in self.properties.values())
             or any(name in RESERVED or any(m in name for m in MARKS) for name in self.properties)
             or any(child.translated for child in self.children())
         )

@@ -565,6 +565,21 @@ async def test_rules_of_a_definition(http: Http) -> None:
     assert [("spec", 'Invalid value: "object": was a')] == _fields(patched)
 
 
+async def test_rules_see_a_null_field_as_absent(http: Http) -> None:
+    """`has` is false for a nullable field that is null; reserved names are escaped."""
+    rules = [
+        {"rule": "has(self.list) && size(self.list) > 0", "message": "list is needed"},
+        {"rule": "!has(self.__namespace__) || self.__namespace__ != 'x'", "message": "not x"},
+    ]
+    strings = {"type": "array", "items": {"type": "string"}, "nullable": True}
+    properties = {"list": strings, "namespace": {"type": "string"}}
+    await http.made(_CRDS, _ruled(rules, properties=properties))
+    body = {"metadata": {"name": "t"}, "spec": {"list": None, "namespace": "x"}}
+    said = [text.rpartition(": ")[2] for _, text in _fields(await http("POST", _THINGS, body))]
+    assert ["list is needed", "not x"] == said
+    await http.made(_THINGS, body | {"spec": {"list": ["a"], "namespace": "y"}})
+
+
 @pytest.mark.parametrize(
     ("schema", "field"),
     [
