@@ -124,16 +124,20 @@ def decide(known: Known | None, seen: Observation) -> tuple[Fact, ...]:
             return (_tombstone(known, seen, "vanished", version),)
 
 
-def too_large(known: Known | None, seen: Sight, size: int, limit: int) -> tuple[Fact, ...]:
-    """In place of a fact that does not fit the bus in its smallest form either."""
+def too_large(seen: Sight, size: int, limit: int, excerpt: str) -> Sight:
+    """The observation in place of one that does not fit the bus in its smallest form either."""
     problem = (
         f"the trimmed object takes {size} bytes in a message, the bus carries {limit}: "
         "make the object smaller or raise max_payload"
     )
-    unfit = msgspec.structs.replace(
-        seen, view=None, problem=problem, digest=misfit_digest(problem)
-    )  # fmt: skip
-    same = known is not None and not known.gone and known.uid == seen.uid
+    return msgspec.structs.replace(
+        seen, view=None, problem=problem, digest=misfit_digest(problem), excerpt=excerpt
+    )
+
+
+def decide_unfit(known: Known | None, unfit: Sight) -> tuple[Fact, ...]:
+    """What to say of an object that turned out too large when its fact was to be sent."""
+    same = known is not None and not known.gone and known.uid == unfit.uid
     if same and known is not None and known.digest == unfit.digest:
         return ()
     return (_appearance(known, unfit),)
@@ -182,7 +186,10 @@ def newer(a: str, b: str) -> bool:
 
 
 def overtaken(ours: Known | None, theirs: Known) -> bool:
-    """Whether another watcher's last fact is older than what we saw: the truth is to be listed."""
+    """Whether the truth is to be listed: somebody else's last message is older than what we saw,
+    of another epoch, or no fact at all."""
+    if not theirs.gone and not theirs.digest:
+        return True
     if ours is None or not ours.uid:
         return False
     same = (ours.uid, ours.gone, ours.digest) == (theirs.uid, theirs.gone, theirs.digest)

@@ -19,7 +19,7 @@ from schema import events, subjects
 from schema.subjects import StreamSpec
 from services.kit.bus import Bus, BusError, StreamState, WrongLast
 from services.watcher import core
-from services.watcher.publishing import STREAM
+from services.watcher.foreign import STREAM
 
 ATTEMPTS: Final = 5
 log = structlog.get_logger()

@@ -19,7 +19,8 @@ from services.kit.kube import CredentialsError, Kube, Resource
 from services.kit.retry import Backoff, wait_or_stop
 from services.kit.runtime import Runtime
 from services.watcher import core, epochs, upkeep
-from services.watcher.listing import Follower, Kind
+from services.watcher.kinds import Kind
+from services.watcher.listing import Follower
 from services.watcher.publishing import Publishing
 
 DRAIN_S: Final = 6.0  # of the ten seconds that a service has to stop

@@ -14,8 +14,8 @@ import asyncio
 from collections import Counter as Tally
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator
-from datetime import UTC, datetime
 from functools import partial
+from random import getrandbits
 from typing import Final, NamedTuple
 
 import msgspec
@@ -23,16 +23,15 @@ import structlog
 from prometheus_client import Counter, Gauge
 
 from schema import events, subjects
-from services.kit.bus import Bus, BusError, Message, Published, Publisher, TooLarge, WrongLast
+from services.kit.bus import Bus, Message, Published, Publisher, TooLarge, WrongLast
 from services.kit.bus import Unavailable as BusUnavailable
 from services.kit.retry import Backoff
 from services.watcher import core, reading
+from services.watcher.deadletters import DeadLetters
+from services.watcher.foreign import STREAM, Foreign
 
-STREAM: Final = "KUBE"
-DEAD_SUBJECT: Final = subjects.dead_subject("watcher")
 WINDOW: Final = 1024  # messages under way
 ROOM: Final = 4096  # observations that were taken and not yet settled
-DEAD_ROOM: Final = 1000  # dead letters that wait; the ObjectUnfit fact says the same
 
 log = structlog.get_logger()
 _facts = Counter("lbledger_watcher_facts_total", "Facts acknowledged", ["plural", "type"])
@@ -55,7 +54,7 @@ class Outgoing(NamedTuple):
 class Lane:
     """What is to be said on one subject."""
 
-    __slots__ = ("backoff", "messages", "plural", "queue", "seen", "subject")
+    __slots__ = ("backoff", "conflicts", "messages", "plural", "queue", "seen", "subject")
 
     def __init__(self, subject: str, plural: str) -> None:
         self.subject = subject
@@ -64,6 +63,7 @@ class Lane:
         self.messages: deque[Outgoing] = deque()
         self.queue: deque[core.Observation] = deque()
         self.backoff: Backoff | None = None
+        self.conflicts = 0
 
 
 class Publishing:
@@ -92,7 +92,8 @@ class Publishing:
         self.top = base
         self.own: set[int] = set()  # sequences of ours since the last look for foreign ones
         self._publisher: Publisher = bus.publisher(STREAM, window=WINDOW)
-        self._dead: Publisher = bus.publisher("LB")
+        self._dead = DeadLetters(bus, epoch)
+        self._foreign = Foreign(bus, epoch, self._lost)
         self._lanes: dict[str, Lane] = {}
         self._busy: Tally[str] = Tally()
         self._unsettled = 0
@@ -214,29 +215,6 @@ class Publishing:
         )
         self._acknowledged(published)
 
-    def bury(self, reason: str, subject: str, payload: str, seq: int, msg_id: str) -> None:
-        """Send a dead letter; the caller does not wait for it."""
-        event = events.DeadLettered(
-            at=datetime.now(UTC),
-            service="watcher",
-            stream=STREAM,
-            sequence=seq,
-            subject=subject,
-            reason=reason,
-            payload=payload[: reading.EXCERPT],
-        )
-        headers = {
-            subjects.HEADER_EPOCH: self.epoch,
-            subjects.HEADER_TYPE: events.tag_of(event),
-            subjects.HEADER_CAUSE: f"{self.epoch}:{seq}",
-        }
-        if self._dead.pending >= DEAD_ROOM:
-            log.warning("watcher.dead_letter.dropped", subject=subject, reason=reason)
-            return
-        data = events.encode(event)
-        future = self._dead.submit(DEAD_SUBJECT, data, headers, msg_id=f"watcher:{msg_id}")
-        future.add_done_callback(_note_dead)
-
     # --- a lane ---
 
     def _begin(self, lane: Lane, seen: core.Observation, facts: Iterable[core.Fact]) -> None:
@@ -248,10 +226,12 @@ class Publishing:
         self._send(lane)
 
     def _outgoing(self, fact: core.Fact, unfit: core.Sight | None) -> Outgoing:
+        headers = core.headers_of(fact, self.epoch)
+        headers[subjects.HEADER_TRACE] = f"00-{getrandbits(128):032x}-{getrandbits(64):016x}-00"
         return Outgoing(
             events.tag_of(fact.event),
             events.encode(fact.event),
-            core.headers_of(fact, self.epoch),
+            headers,
             fact.msg_id,
             fact.after,
             unfit,
@@ -278,36 +258,26 @@ class Publishing:
     ) -> None:
         """Put the largest form that fits in place of a message that does not."""
         seen = lane.seen
-        if not isinstance(seen, core.Sight) or message.after.gone or seen.view is None:
-            # A repetition after max_payload was lowered: the list will find a form for it.
-            log.warning("watcher.fact.too_large", subject=lane.subject, size=error.size)
-            lane.messages.clear()
-            if known is not None:
-                known.digest = b""
-            self.diverged(lane.plural)
-            self._next(lane)
-            return
-        spare = error.limit - (error.size - len(message.data))
         lane.messages.popleft()
-        for event in reading.smaller(events.SEEN[lane.plural](at=seen.at, object=seen.view)):
-            data = events.encode(event)
-            if len(data) <= spare:
-                log.info(
-                    "watcher.fact.reduced",
-                    subject=lane.subject,
-                    size=error.size,
-                    omitted=event.omitted,  # type: ignore[attr-defined]
-                )
+        if isinstance(seen, core.Sight) and seen.view is not None and not message.after.gone:
+            spare = error.limit - (error.size - len(message.data))
+            form = reading.fitting(seen, spare)
+            if form is not None:
+                data, omitted = form
+                log.info("watcher.fact.reduced", subject=lane.subject, omitted=omitted)
                 lane.messages.appendleft(message._replace(data=data))
                 self._send(lane)
                 return
-        facts = core.too_large(known, seen, error.size, error.limit)
-        for fact in facts:
             excerpt = message.data[: reading.EXCERPT].decode("utf-8", "replace")
-            unfit = msgspec.structs.replace(
-                seen, view=None, problem=fact.event.problem, excerpt=excerpt  # type: ignore[attr-defined]
-            )  # fmt: skip
-            lane.messages.append(self._outgoing(fact, unfit))
+            unfit = core.too_large(seen, error.size, error.limit, excerpt)
+            facts = core.decide_unfit(known, unfit)
+            lane.messages.extend(self._outgoing(fact, unfit) for fact in facts)
+        else:
+            # A repetition, after max_payload was lowered: the list will find a form for it.
+            log.warning("watcher.fact.too_large", subject=lane.subject, size=error.size)
+            if known is not None:
+                known.digest = b""
+            self.diverged(lane.plural)
         if lane.messages:
             self._send(lane)
         else:
@@ -337,9 +307,9 @@ class Publishing:
         if message.unfit is not None:
             seen = message.unfit
             log.warning("watcher.object.unfit", object=str(seen.ref), problem=seen.problem)
-            self.bury(seen.problem, lane.subject, seen.excerpt, published.seq, message.msg_id)
+            self._dead.send(seen.problem, lane.subject, seen.excerpt, published.seq, message.msg_id)
         lane.messages.popleft()
-        lane.backoff = None
+        lane.backoff, lane.conflicts = None, 0
         if lane.messages:
             self._send(lane)
         else:
@@ -375,69 +345,32 @@ class Publishing:
         """Somebody else wrote to the subject: take it over and decide again."""
         _conflicts.inc()
         lane.backoff = lane.backoff or Backoff(0.01, 5.0)
-        if lane.backoff.attempts:
+        if lane.conflicts:  # the first is resolved at once
             await lane.backoff.wait()
-        else:
-            lane.backoff.attempts = 1  # the first conflict is resolved at once
-        known = self._known[lane.plural]
-        theirs = await self._theirs(lane, error)
-        mine = known.get(lane.subject)
+        lane.conflicts += 1
+        mine = self._known[lane.plural].get(lane.subject)
+        theirs = await self._foreign.read(error, self.top)
         if theirs is not None:
-            known[lane.subject] = theirs
-        elif mine is not None:
-            await self._check_pruned(lane, error)
-            mine.seq = 0
-        lane.messages.clear()
-        if lane.seen is None:
-            if theirs is not None and core.overtaken(mine, theirs):
+            self._known[lane.plural][lane.subject] = theirs
+            if core.overtaken(mine, theirs):
                 self.diverged(lane.plural)
-            self._next(lane)
-            return
-        facts = core.decide(known.get(lane.subject), lane.seen)
-        if facts:
+        elif mine is not None:
+            mine.seq = 0  # retention took it
+        lane.messages.clear()
+        known = self._known[lane.plural].get(lane.subject)
+        facts = core.decide(known, lane.seen) if lane.seen is not None else ()
+        if facts and lane.seen is not None:
             self._begin(lane, lane.seen, facts)
-        else:
-            self._note_quiet(lane.plural, known.get(lane.subject), lane.seen)
-            self._next(lane)
-
-    async def _theirs(self, lane: Lane, error: WrongLast) -> core.Known | None:
-        backoff = Backoff(0.05, 5.0)
-        while error.last > error.expected:
-            try:
-                message = await self._bus.last(STREAM, lane.subject)
-                if message is not None and message.seq >= error.last:
-                    if message.headers.get(subjects.HEADER_EPOCH) != self.epoch:
-                        await self._check_epoch()
-                    return core.known_of(message.headers, message.seq, self.epoch)
-            except BusError as trouble:
-                log.warning("watcher.conflict.unread", subject=lane.subject, why=str(trouble))
-            await backoff.wait()  # a replica that is behind
-        return None
-
-    async def _check_epoch(self) -> None:
-        """A message of another epoch: did somebody begin one, or is it a straggler?"""
-        last = await self._bus.last(STREAM, subjects.EPOCH_SUBJECT)
-        if last is not None and last.headers.get(subjects.HEADER_EPOCH) != self.epoch:
-            self._lost("another watcher began an epoch")
+            return
+        if lane.seen is not None:
+            self._note_quiet(lane.plural, known, lane.seen)
+        self._next(lane)
 
     def _lost(self, reason: str) -> None:
         """Nothing more is published in this term."""
         if not self._ended:
             self._ended = True
             self._on_lost(reason)
-
-    async def _check_pruned(self, lane: Lane, error: WrongLast) -> None:
-        """The message before is not there: pruned by age, which is fine, or lost."""
-        backoff = Backoff(0.05, 5.0)
-        while True:
-            try:
-                state = await self._bus.stream_state(STREAM)
-                break
-            except BusError as trouble:
-                log.warning("watcher.conflict.unread", subject=lane.subject, why=str(trouble))
-                await backoff.wait()
-        if error.last or state.first_seq <= error.expected or state.last_seq < self.top:
-            self._lost(f"{lane.subject}: last is {error.last}, was {error.expected}")
 
     async def _resend(self, lane: Lane, error: BaseException) -> None:
         """A refusal that says nothing about the fact: a full disk, a limit, a lost leader."""
@@ -483,8 +416,3 @@ class Publishing:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _note_dead(future: asyncio.Future[Published]) -> None:
-    if not future.cancelled() and (error := future.exception()) is not None:
-        log.warning("watcher.dead_letter.unsent", why=str(error))

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import msgspec
 
-from schema.events import Event
+from schema.events import SEEN, Event, encode
 from schema.objects import (
     VIEWS,
     AnyObject,
@@ -204,3 +204,12 @@ def smaller(event: Event) -> Iterator[Event]:
             view = reduced
             omitted.append(name)
             yield _replace(event, object=view, omitted=list(omitted))
+
+
+def fitting(seen: Sight, limit: int) -> tuple[bytes, list[str]] | None:
+    """The largest form of a fact that fits, encoded, and what it left out; None without one."""
+    for form in smaller(SEEN[seen.ref.plural](at=seen.at, object=seen.view)):
+        data = encode(form)
+        if len(data) <= limit:
+            return data, form.omitted  # type: ignore[attr-defined]
+    return None

@@ -20,8 +20,9 @@ from prometheus_client import Counter
 from schema import events, subjects
 from services.kit.bus import Bus, BusError, StreamMissing, StreamState
 from services.watcher import core
+from services.watcher.foreign import STREAM
 from services.watcher.listing import Follower
-from services.watcher.publishing import STREAM, Publishing
+from services.watcher.publishing import Publishing
 
 FOREIGN_READ: Final = 2000  # more messages of others than this are read as one snapshot
 POLL_S: Final = 0.25  # how soon a returned connection is noticed
@@ -157,6 +158,8 @@ class Republisher:
         if known.gone:
             if known.seq < before.first_seq:  # nobody can read the tombstone any more
                 self._publishing.forget(plural, subject)
+            return
+        if not known.uid or not known.digest:  # no fact of ours, or one that is to come anew
             return
         await self._publishing.room()
         seq = known.seq

@@ -200,6 +200,10 @@ def test_only_a_fact_that_is_behind_the_truth_asks_for_a_list() -> None:
     assert not core.overtaken(ours, known(version="12", color="red"))
     assert core.overtaken(ours, known(version="7", color="red"))
     assert core.overtaken(ours, known(version="8", gone=True))
+    of_another_epoch = Known("u1", "12", b"", 9)
+    assert core.overtaken(ours, of_another_epoch)
+    assert core.overtaken(None, of_another_epoch)
+    assert not core.overtaken(ours, Known("u1", "12", b"", 9, gone=True))
 
 
 def test_headers_are_enough_to_go_on() -> None:
@@ -233,12 +237,12 @@ def test_a_message_id_names_the_version_once() -> None:
 
 def test_a_fact_that_never_fits_is_named() -> None:
     """The last resort names size and limit, and is said once."""
-    seen = sight()
-    (fact,) = core.too_large(None, seen, 2_000_000, 1_048_576)
+    unfit = core.too_large(sight(), 2_000_000, 1_048_576, "{...")
+    (fact,) = core.decide_unfit(None, unfit)
     assert isinstance(fact.event, events.ObjectUnfit)
     assert "2000000" in fact.event.problem
     assert "1048576" in fact.event.problem
-    assert core.too_large(fact.after, seen, 2_000_000, 1_048_576) == ()
+    assert core.decide_unfit(fact.after, unfit) == ()
 
 
 def test_smaller_forms_give_up_only_what_is_elsewhere() -> None:
