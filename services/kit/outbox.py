@@ -11,18 +11,19 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import deque
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from itertools import islice
+from typing import Final, NamedTuple
 
 import msgspec
 import sqlalchemy as sa
 import structlog
 from prometheus_client import Counter, Gauge
-from sqlalchemy.dialects import postgresql as pg
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from schema import events, subjects
 from schema.tables import service_tables
+from services.kit import direct
 from services.kit.bus import Bus, Outgoing, Publisher, TooLarge
 from services.kit.records import Emitted
 
@@ -31,10 +32,15 @@ _published = Counter("lbledger_outbox_published_total", "Decisions acknowledged 
 _pending = Gauge("lbledger_outbox_pending", "Decisions committed and not yet acknowledged")
 
 STREAM = "LB"
-CHUNK = 500
-BATCH_FROM = 64  # below this, single publishes answer sooner than one atomic batch
+CHUNK = 1000  # what the server takes in one atomic batch
+BATCH_FROM = 24  # below this, single publishes answer sooner than one atomic batch
+IDS_AT_ONCE = 2000
 BACKLOG_LIMIT = 20_000
 PUBLISH_DEADLINE_S = 15.0
+_encode: Final = msgspec.json.Encoder().encode
+
+
+Span = tuple[int, int]  # ids from the first to the last
 
 
 class Row(NamedTuple):
@@ -56,6 +62,7 @@ class Outbox:
         self._waiting: deque[Row] = deque()
         self._held: set[int] = set()  # ids in memory: waiting, in flight, or acked and not deleted
         self._acked: list[int] = []
+        self._ids = range(0)
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
 
@@ -65,85 +72,75 @@ class Outbox:
         self._waiting.clear()
         self._held.clear()
         self._acked.clear()
+        self._ids = range(0)  # somebody else may have taken later ones meanwhile
         await self._take_left(conn)
 
-    async def insert(self, conn: AsyncConnection, emitted: Iterable[Emitted]) -> list[Row]:
-        """Store decisions in the caller's transaction; push() the result after its commit."""
-        values: list[dict[str, Any]] = []
-        for event, cause, msg_id, trace in emitted:
-            tag = events.tag_of(event)
-            headers = {subjects.HEADER_TYPE: tag}
+    async def insert(self, conn: AsyncConnection, emitted: Sequence[Emitted]) -> list[Row]:
+        """Store decisions in the caller's transaction; push() the result after its commit.
+
+        The caller holds the fence by then, so ids are in the order of the commits.
+        """
+        if not emitted:
+            return []
+        await self._reserve(conn, len(emitted))
+        rows: list[Row] = []
+        records = []
+        for row_id, (event, cause, msg_id, trace) in zip(self._ids, emitted, strict=False):
+            headers = {subjects.HEADER_TYPE: events.tag_of(event)}
             if cause:
                 headers[subjects.HEADER_CAUSE] = cause
                 headers[subjects.HEADER_EPOCH] = cause.partition(":")[0]
             if trace:
                 headers[subjects.HEADER_TRACE] = trace
-            values.append(
-                {
-                    "subject": events.subject_of(event),
-                    "msg_id": msg_id or f"{self._service}:{uuid.uuid4().hex}",
-                    "headers": headers,
-                    "body": events.encode(event),
-                }
+            subject, body = events.subject_of(event), events.encode(event)
+            msg_id = msg_id or f"{self._service}:{uuid.uuid4().hex}"
+            rows.append(Row(row_id, subject, msg_id, headers, body))
+            records.append((row_id, subject, msg_id, _encode(headers).decode(), body))
+        await direct.copy(conn, self._tables.outbox, Row._fields, records)
+        self._ids = self._ids[len(rows) :]
+        return rows
+
+    async def _reserve(self, conn: AsyncConnection, count: int) -> None:
+        """Have enough ids of our own; nobody else gets those between the first and the last."""
+        while len(self._ids) < count:
+            [(first, last)] = await direct.fetch(
+                conn,
+                "select min(id), max(id) from (select nextval((select"
+                " pg_get_serial_sequence($1, 'id')::regclass)) id from generate_series(1, $2)) ids",
+                self._tables.outbox.fullname,
+                max(count, IDS_AT_ONCE),
             )
-        if not values:
-            return []
-        box = self._tables.outbox
-        # One statement with arrays: identity values follow the order of the arrays.
-        statement = (
-            sa.insert(box)
-            .from_select(
-                ["subject", "msg_id", "headers", "body"],
-                sa.select(
-                    sa.func.unnest(sa.bindparam("subjects", type_=pg.ARRAY(sa.Text))),
-                    sa.func.unnest(sa.bindparam("ids", type_=pg.ARRAY(sa.Text))),
-                    sa.cast(
-                        sa.func.unnest(sa.bindparam("heads", type_=pg.ARRAY(sa.Text))), pg.JSONB
-                    ),
-                    sa.func.unnest(sa.bindparam("bodies", type_=pg.ARRAY(sa.LargeBinary))),
-                ),
-            )
-            .returning(box.c.id)
-        )
-        result = await conn.execute(
-            statement,
-            {
-                "subjects": [value["subject"] for value in values],
-                "ids": [value["msg_id"] for value in values],
-                "heads": [msgspec.json.encode(value["headers"]).decode() for value in values],
-                "bodies": [value["body"] for value in values],
-            },
-        )
-        ids = sorted(result.scalars())
-        return [Row(id=row_id, **value) for row_id, value in zip(ids, values, strict=True)]
+            block = range(first, last + 1)
+            if len(block) == max(count, IDS_AT_ONCE):
+                self._ids = block
 
     def push(self, rows: list[Row]) -> None:
         self._waiting.extend(rows)
-        self._held.update(row.id for row in rows)
+        self._held.update([row.id for row in rows])
         if rows:
             self._idle.clear()
             self._wake.set()
         _pending.set(len(self._waiting))
 
-    async def delete_acked(self, conn: AsyncConnection) -> list[int]:
-        """Delete what was acknowledged, in the caller's transaction; forget() after its commit."""
+    def take_acked(self) -> list[Span]:
+        """What may be deleted now; afterwards forget() it, or keep() it when that failed."""
         ids, self._acked = self._acked, []
-        if ids:
-            box = self._tables.outbox
-            await conn.execute(
-                sa.delete(box).where(
-                    box.c.id == sa.func.any(sa.bindparam("ids", type_=pg.ARRAY(sa.BigInteger)))
-                ),
-                {"ids": ids},
-            )
-        return ids
+        return spans(ids)
 
-    def forget(self, ids: list[int]) -> None:
-        self._held.difference_update(ids)
+    async def delete(self, conn: AsyncConnection, done: Sequence[Span]) -> None:
+        """Delete rows in the caller's transaction."""
+        box = self._tables.outbox
+        for first, last in done:
+            await conn.execute(sa.delete(box).where(box.c.id.between(first, last)))
 
-    def keep(self, ids: list[int]) -> None:
+    def forget(self, done: Sequence[Span]) -> None:
+        for first, last in done:
+            self._held.difference_update(range(first, last + 1))
+
+    def keep(self, done: Sequence[Span]) -> None:
         """The transaction that was to delete these failed."""
-        self._acked.extend(ids)
+        for first, last in done:
+            self._acked.extend(range(first, last + 1))
 
     async def room(self, timeout: float) -> bool:
         """Wait until the backlog is below its bound."""
@@ -180,26 +177,48 @@ class Outbox:
             await publisher.close()
 
     async def _send(self, publisher: Publisher) -> None:
-        chunk = [self._waiting[i] for i in range(min(CHUNK, len(self._waiting)))]
+        chunk = list(islice(self._waiting, CHUNK))
+        own = f"{self._instance}:"
         messages = [
-            Outgoing(row.subject, row.body, self._headers(row), row.msg_id) for row in chunk
+            Outgoing(
+                row.subject,
+                row.body,
+                {**row.headers, subjects.HEADER_OUTBOX: f"{own}{row.id}"},
+                row.msg_id,
+            )
+            for row in chunk
         ]
-        if len(chunk) >= BATCH_FROM:
-            await publisher.publish_batch(messages)
-        else:
-            futures = [
-                publisher.submit(m.subject, m.data, m.headers, msg_id=m.msg_id) for m in messages
-            ]
-            for result in await asyncio.gather(*futures, return_exceptions=True):
-                if isinstance(result, TooLarge):
-                    log.error("outbox.too_large", why=str(result))
-                elif isinstance(result, BaseException):
-                    raise result
+        if not await self._send_together(publisher, messages):
+            await self._send_singly(publisher, messages)
         for row in chunk:
             self._waiting.popleft()
             self._acked.append(row.id)
         _published.inc(len(chunk))
         _pending.set(len(self._waiting))
+
+    async def _send_together(self, publisher: Publisher, messages: list[Outgoing]) -> bool:
+        if len(messages) < BATCH_FROM:
+            return False
+        try:
+            await publisher.publish_batch(messages)
+        except TooLarge:
+            return False  # one of them; nothing was sent
+        return True
+
+    async def _send_singly(self, publisher: Publisher, messages: list[Outgoing]) -> None:
+        futures = []
+        for m in messages:
+            try:
+                future = publisher.submit(m.subject, m.data, m.headers, msg_id=m.msg_id)
+            except TooLarge as error:
+                log.error("outbox.too_large", why=str(error))
+            else:
+                futures.append(future)
+        for result in await asyncio.gather(*futures, return_exceptions=True):
+            if isinstance(result, TooLarge):
+                log.error("outbox.too_large", why=str(result))
+            elif isinstance(result, BaseException):
+                raise result
 
     async def _rest(self) -> None:
         """Nothing to send: delete what was acked, look for rows of others, wait for a push."""
@@ -210,15 +229,17 @@ class Outbox:
                 return
         except TimeoutError:
             pass
+        done = self.take_acked()
         try:
             async with asyncio.timeout(10), self._engine.begin() as conn:
-                ids = await self.delete_acked(conn)
-                if not ids:
+                await self.delete(conn, done)
+                if not done:
                     await self._take_left(conn)
         except (sa.exc.SQLAlchemyError, OSError, TimeoutError) as error:
+            self.keep(done)
             log.warning("outbox.tidy_failed", why=type(error).__name__)
             return
-        self.forget(ids)
+        self.forget(done)
         if not self._held:
             self._idle.set()
 
@@ -246,5 +267,18 @@ class Outbox:
                 kept.append(row)
         self._waiting = kept
 
-    def _headers(self, row: Row) -> dict[str, str]:
-        return {**row.headers, subjects.HEADER_OUTBOX: f"{self._instance}:{row.id}"}
+
+def spans(ids: list[int]) -> list[Span]:
+    """Ids as runs without a hole; they are given and come back in order, so mostly there is one."""
+    if not ids:
+        return []
+    ids = sorted(ids)
+    if ids[-1] - ids[0] == len(ids) - 1:
+        return [(ids[0], ids[-1])]
+    found: list[Span] = []
+    for row_id in ids:
+        if found and found[-1][1] == row_id - 1:
+            found[-1] = (found[-1][0], row_id)
+        else:
+            found.append((row_id, row_id))
+    return found

@@ -205,6 +205,7 @@ class Projector:
         finally:
             self._holding = False
             await _cancel(tasks)
+            await committer.close()
 
     async def _wake_on_stop(self) -> None:
         await self._rt.stop.wait()
