@@ -9,8 +9,8 @@ loopback only and knows one token. There are no admission webhooks, no RBAC, no 
 controllers but garbage collection.
 
 `server` speaks HTTP, `reads`, `watches`, `writes` and `deletes` do what it is asked, `store`
-keeps the objects, `resources`, `builtin`, `services` and `crds` know the kinds, `ownership` and
-`fields` do server-side apply, `faults` makes trouble on order.
+keeps the objects, `resources`, `builtin`, `services`, `events` and `crds` know the kinds,
+`ownership` and `fields` do server-side apply, `faults` makes trouble on order.
 """
 
 from sandbox.kube.faults import Fault, Faults

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import secrets
 from pathlib import Path
 
 import yaml
@@ -65,3 +66,14 @@ def kubeconfig(path: Path, url: str, token: str, authority: bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_private(path, yaml.safe_dump(config, sort_keys=False).encode())
     return path
+
+
+def kept_token(folder: Path | None) -> str:
+    """A random token; with a folder, the one that was random at the first start."""
+    if folder is None:
+        return secrets.token_urlsafe(24)
+    path = folder / "token"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_private(path, secrets.token_urlsafe(24).encode())
+    return path.read_text().strip()

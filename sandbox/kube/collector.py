@@ -9,10 +9,12 @@ disappears; so is a kind before its definition does.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from typing import Any
 
 from sandbox.kube.deletes import CLEANUP, FOREGROUND, ORPHAN, Deleter
+from sandbox.kube.errors import ApiError
 from sandbox.kube.lifecycle import is_done
 from sandbox.kube.resources import Object, Registry, Resource
 from sandbox.kube.schema import copy
@@ -74,7 +76,8 @@ class Collector:
             for _ in range(min(len(self._queue), 20)):
                 place = self._queue.popleft()
                 self._queued.discard(place)
-                self._settle(*place)
+                with contextlib.suppress(ApiError):
+                    self._settle(*place)  # what is refused has changed, and is queued again
             if not self._queue:
                 self._work.clear()
             await asyncio.sleep(0)

@@ -18,7 +18,7 @@ import msgspec
 from aiohttp import web
 
 from sandbox.kube import admin, bodies, discovery, documents, options, reads, requests
-from sandbox.kube.bootstrap import bootstrap, kubeconfig
+from sandbox.kube.bootstrap import bootstrap, kept_token, kubeconfig
 from sandbox.kube.builtin import builtin
 from sandbox.kube.collector import Collector
 from sandbox.kube.crds import definition
@@ -29,7 +29,7 @@ from sandbox.kube.journal import Journal
 from sandbox.kube.requests import Target
 from sandbox.kube.resources import Registry
 from sandbox.kube.store import Store
-from sandbox.kube.tls import Certificate, write_private
+from sandbox.kube.tls import Certificate
 from sandbox.kube.watches import Watch, error_line
 from sandbox.kube.writes import Writer
 
@@ -62,7 +62,7 @@ class KubeServer:
         max_object: int = 1536 * 1024,
     ) -> None:
         self._state = Path(state) if state is not None else None
-        self.token = token or _kept_token(self._state)
+        self.token = token or kept_token(self._state)
         self.faults = Faults()
         self.store = Store(history=history, max_object=max_object)
         self.registry = Registry(builtin())
@@ -357,17 +357,6 @@ class KubeServer:
                 await response.write(
                     error_line(ApiError(410, "too old resource version: cut by order of a test"))
                 )
-
-
-def _kept_token(folder: Path | None) -> str:
-    """A random token; with a folder, the one that was random at the first start."""
-    if folder is None:
-        return secrets.token_urlsafe(24)
-    path = folder / "token"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        write_private(path, secrets.token_urlsafe(24).encode())
-    return path.read_text().strip()
 
 
 def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
