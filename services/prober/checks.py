@@ -91,6 +91,10 @@ class Engine:
     def in_flight(self) -> int:
         return len(self._running)
 
+    def now(self) -> float:
+        """The time that outcomes are told in."""
+        return self._clock()
+
     def fileno(self) -> int:
         return self._epoll.fileno()
 
@@ -336,11 +340,13 @@ class Engine:
         wake = self._slot_heap[0] * SLOT_S if self._slot_heap else float("inf")
         if self._begun:
             wake = min(wake, self._clock() + GLANCE_S)
-        for queue in self._deadlines.values():
+        for timeout, queue in list(self._deadlines.items()):
             while queue and queue[0].sock is None:
                 queue.popleft()
             if queue:
                 wake = min(wake, queue[0].deadline + self._stood)
+            else:
+                del self._deadlines[timeout]
         return wake
 
 

@@ -23,7 +23,16 @@ from services.prober.images import Hold, Verdict
 from services.prober.plan import Check, Plan
 from services.prober.projection import Judgement
 from services.prober.targets import Outcome, Target
-from services.prober.verdicts import HEALTHY, UNHEALTHY, UNKNOWN, Opinion, OwnFault
+from services.prober.verdicts import (
+    HEALTHY,
+    OURS,
+    THEIRS,
+    UNHEALTHY,
+    UNKNOWN,
+    WAIT,
+    Opinion,
+    OwnFault,
+)
 
 log = structlog.get_logger()
 _checks = Counter("lbledger_prober_checks_total", "Finished checks", ["result"])
@@ -41,8 +50,6 @@ EVERYTHING_FAILED: Final = (
     "nearly every check of every load balancer failed within one period: taken for a fault of the"
     " prober's own network, the last verdicts stand"
 )
-
-
 LOOK: Final = timedelta(seconds=0.1)  # between two looks at what is held
 
 Key = tuple[str, str, int]  # uid, address and own port of a backend
@@ -81,6 +88,7 @@ class Monitor:
         self._clock = clock
         self._watched: dict[str, dict[Key, _Watched]] = {}  # by owner
         self._suspects: set[str] = set()  # owners with failures that are held
+        self._pending: dict[_Watched, None] = {}  # failures that wait for evidence whose fault
         self._unmade: dict[str, dict[_Watched, str]] = {}  # owner -> what was not checked, why
         self._held: set[str] = set()  # owners that are held on record
         self._looked = datetime.min.replace(tzinfo=UTC)
@@ -177,13 +185,14 @@ class Monitor:
             self.engine.remove(target)
         self._total -= len(watched.targets)
         self._fault.drop(watched)
+        self._pending.pop(watched, None)
         self._made(watched)
 
     # --- what came of it ---
 
     def take(self, outcomes: list[Outcome]) -> None:
         """The results of one step."""
-        differing: dict[_Watched, None] = {}
+        differing, self._pending = self._pending, {}
         passed = unmade = 0
         for target, ok, reason, started, local in outcomes:
             watched, streak = target.tag
@@ -214,16 +223,21 @@ class Monitor:
     def _judge(self, differing: list[_Watched], now: datetime) -> None:
         if self._fault.held and self._fault.over():
             self._release()
-        ours: dict[float, bool] = {}  # by the moment asked about, which many have in common
+        ours: dict[tuple[float, float], str] = {}
         verdicts = []
         for watched in differing:
             opinion = watched.opinion
             state = opinion.state
             if not opinion.differs:  # the release took it back
                 continue
-            if state == UNHEALTHY and watched.live and self._is_ours(opinion.failing_since, ours):
-                self._suspects.add(watched.owner)
-                continue
+            if state == UNHEALTHY and watched.live:
+                whose = self._blame(opinion, ours)
+                if whose == WAIT:
+                    self._pending[watched] = None
+                elif whose == OURS:
+                    self._suspects.add(watched.owner)
+                if whose != THEIRS:
+                    continue
             verdicts.append(
                 Verdict(
                     owner=watched.owner,
@@ -240,19 +254,20 @@ class Monitor:
         if (verdicts or holds) and not self._submit(Judgement(tuple(verdicts), holds, now)):
             _dropped.inc(len(verdicts))
 
-    def _is_ours(self, since: float, known: dict[float, bool]) -> bool:
+    def _blame(self, opinion: Opinion, known: dict[tuple[float, float], str]) -> str:
         if self._fault.held:
-            return True
-        moment = int(since * 100) / 100
+            return OURS
+        since, patience = opinion.failing
+        # Many failed together: what is asked about is the same to a hundredth of a second.
+        moment = (int(since * 100) / 100, int(patience * 100) / 100)
         if moment not in known:
-            known[moment] = self._fault.suspect(moment)
-        if not known[moment]:
-            return False
-        self._fault.held = True
-        self._looked = datetime.min.replace(tzinfo=UTC)
-        _held_gauge.set(1)
-        log.warning("prober.held", why=EVERYTHING_FAILED)
-        return True
+            known[moment] = self._fault.blame(*moment, self.engine.now())
+        if known[moment] == OURS:
+            self._fault.held = True
+            self._looked = datetime.min.replace(tzinfo=UTC)
+            _held_gauge.set(1)
+            log.warning("prober.held", why=EVERYTHING_FAILED)
+        return known[moment]
 
     def _release(self) -> None:
         self._fault.held = False

@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
+import structlog
+from prometheus_client import Counter
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from schema.events import SyncFinished
+from schema.events import BackendsResolved, HealthChanged, SyncFinished
 from schema.subjects import ObjectRef
 from services.kit.mirror import Mirror
 from services.kit.records import Record, Source, Work
@@ -23,7 +25,10 @@ from services.prober.core import KINDS, State
 from services.prober.images import BALANCERS, Dummies, Hold, Verdict
 from services.prober.plan import Defaults
 
-PORTION = 1_000
+log = structlog.get_logger()
+_decisions = Counter("lbledger_prober_decisions_total", "Decisions committed", ["kind"])
+PORTION = 500
+LOGGED = 20  # changes named in one line of the log
 SOURCES = (
     Source(
         "KUBE",
@@ -61,6 +66,7 @@ class Prober:
         self._clock = clock
         self._facts: Mirror = store.facts()
         self._causes: dict[str, str] = {}
+        self._decided: list[BackendsResolved | HealthChanged] = []  # not yet committed
         self.state = State(defaults, dummies)
         self._dummies_checked = False
         self.loads = 0  # grows whenever memory was replaced
@@ -78,6 +84,7 @@ class Prober:
             state.dirty[uid] = False
         self._facts, self.state = facts, state
         self._causes.clear()
+        self._decided.clear()
         self._dummies_checked = False
         self.loads += 1
 
@@ -97,6 +104,7 @@ class Prober:
         if isinstance(item, Judgement):
             for event in self.state.judge(item.verdicts, item.holds, item.at):
                 work.emit(event)
+                self._decided.append(event)
 
     def settle(self, work: Work) -> None:
         if not self.unsettled:
@@ -104,6 +112,7 @@ class Prober:
         synced = [plural for plural in KINDS if self._facts.synced(plural)]
         for event in self.state.resolve(synced, self._clock(), PORTION):
             work.emit(event, self._causes.get(event.owner.uid, ""))
+            self._decided.append(event)
         left = self.state.dirty.keys() | self.state.waiting.keys()
         self._causes = {uid: cause for uid, cause in self._causes.items() if uid in left}
 
@@ -147,9 +156,39 @@ class Prober:
         return self._facts.known()
 
     def committed(self) -> None:
+        for event in self._decided:
+            _tell(event)
+        self._decided.clear()
         changed, self.state.changed = self.state.changed, set()
         if changed:
             self.on_commit(changed)
+
+
+def _tell(event: BackendsResolved | HealthChanged) -> None:
+    owner = str(event.owner.ref)
+    if isinstance(event, BackendsResolved):
+        _decisions.labels("backends").inc()
+        log.debug(
+            "backends.resolved",
+            owner=owner,
+            revision=event.revision,
+            backends=len(event.backends),
+            matched=event.matched,
+            dummy=event.dummy or event.dummy6,
+            reason=event.reason,
+        )
+        return
+    _decisions.labels("health").inc()
+    log.info(
+        "health.changed",
+        owner=owner,
+        revision=event.revision,
+        changes={change.address: change.state for change in event.changes[:LOGGED]},
+        healthy=event.healthy,
+        total=event.total,
+        dummy=event.dummy or event.dummy6,
+        held=event.held,
+    )
 
 
 def _see(state: State, ref: ObjectRef, uid: str, view: Any) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Generic, Protocol, TypeVar
 from services.prober.plan import Check
 
 UNKNOWN, HEALTHY, UNHEALTHY = "unknown", "healthy", "unhealthy"
+OURS, THEIRS, WAIT = "ours", "theirs", "wait"
 
 
 @dataclass(slots=True)
@@ -26,21 +27,14 @@ class Streak:
     since: float = 0.0  # when the first of them was started
     reason: str = ""
 
-    def feed(self, ok: bool, reason: str, started: float, check: Check) -> bool:
-        """Take one result; whether the state changed."""
-        self.run(ok, started)
-        self.reason = reason
-        if self.count < (check.success if ok else check.failure):
-            return False
-        state = HEALTHY if ok else UNHEALTHY
-        changed = state != self.state
-        self.state = state
-        return changed
-
-    def run(self, ok: bool, started: float) -> None:
+    def feed(self, ok: bool, reason: str, started: float, check: Check) -> None:
+        """Take one result."""
         if ok != self.ok or not self.count:
             self.ok, self.count, self.since = ok, 0, started
         self.count += 1
+        self.reason = reason
+        if self.count >= (check.success if ok else check.failure):
+            self.state = HEALTHY if ok else UNHEALTHY
 
     def restart(self) -> None:
         """Forget a run of failures."""
@@ -89,10 +83,15 @@ class Opinion:
         return (bad or [s.reason for s in self.streaks if s.reason] or [""])[0]
 
     @property
-    def failing_since(self) -> float:
-        """When the oldest run of failures that made it unhealthy began."""
-        bad = [s.since for s in self.streaks if s.state == UNHEALTHY]
-        return min(bad, default=float("inf"))
+    def failing(self) -> tuple[float, float]:
+        """When the oldest run of failures that made it unhealthy began, and by when every backend
+        must have been checked once since."""
+        bad = [
+            (streak.since, streak.since + check.period + check.timeout)
+            for streak, check in zip(self.streaks, self.checks, strict=True)
+            if streak.state == UNHEALTHY
+        ]
+        return min(bad, default=(float("inf"), float("inf")))
 
     @property
     def differs(self) -> bool:
@@ -147,19 +146,29 @@ class OwnFault(Generic[T]):
         self.samples.clear()
         self.held = False
 
-    def suspect(self, since: float) -> bool:
-        """Whether a run of failures that began at `since` looks like our own fault."""
+    def blame(self, since: float, patience: float, now: float) -> str:
+        """Whose fault a run of failures is that began at `since`.
+
+        While there is no evidence yet, neither a success since then nor enough failures, the answer
+        is to wait, up to the time `patience`.
+        """
         failing, passing = self._since(since)
-        return (
-            len({s.address for s in failing}) >= self.targets
-            and len({s.owner for s in failing}) >= self.owners
-            and len(failing) >= self.share * (len(failing) + passing)
-        )
+        if self._everything(failing, passing):
+            return OURS
+        if passing or now >= patience or len(self.samples) < self.targets:
+            return THEIRS
+        return WAIT if len(failing) < self.targets else THEIRS
 
     def over(self) -> bool:
-        """Whether enough answer again, among what is looked at."""
-        failing, passing = self._since(float("-inf"))
-        return passing > 0 and len(failing) < self.share * (len(failing) + passing)
+        """Whether enough answer again, or too few are left to tell."""
+        return not self._everything(*self._since(float("-inf")))
+
+    def _everything(self, failing: list[T], passing: int) -> bool:
+        return (
+            len(failing) >= self.share * (len(failing) + passing)
+            and len({s.address for s in failing}) >= self.targets
+            and len({s.owner for s in failing}) >= self.owners
+        )
 
     def _since(self, since: float) -> tuple[list[T], int]:
         failing: list[T] = []

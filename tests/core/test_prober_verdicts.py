@@ -5,7 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.prober.plan import Check, digest
-from services.prober.verdicts import HEALTHY, UNHEALTHY, UNKNOWN, Opinion, OwnFault, Streak
+from services.prober.verdicts import (
+    HEALTHY,
+    OURS,
+    THEIRS,
+    UNHEALTHY,
+    UNKNOWN,
+    WAIT,
+    Opinion,
+    OwnFault,
+    Streak,
+)
 
 CHECK = Check(port=80, success=2, failure=3)
 
@@ -141,7 +151,7 @@ BACKENDS = [(f"lb{i}", f"10.0.0.{i}") for i in range(10)]
 def test_everything_failing_within_a_period_is_our_own_fault():
     """All backends of all load balancers, since the run of failures began."""
     fault = noted(OwnFault(), [(b, False, 5.0 + i / 10) for i, b in enumerate(BACKENDS)])
-    assert fault.suspect(5.0)
+    assert fault.blame(5.0, 13.0, 6.0) == OURS
 
 
 @pytest.mark.parametrize(
@@ -156,7 +166,24 @@ def test_everything_failing_within_a_period_is_our_own_fault():
 )
 def test_fewer_failures_are_the_backends_own(why, results):
     """A small installation, one application, or a slow decline must be acted on."""
-    assert not noted(OwnFault(), results).suspect(4.0)
+    assert noted(OwnFault(), results).blame(4.0, 12.0, 12.0) == THEIRS
+
+
+def test_without_evidence_a_failure_waits_a_little():
+    """The first of many to fail can't know; one success, or a period, tells that it is alone."""
+    fault = noted(OwnFault(), [(b, True, 1.0) for b in BACKENDS])
+    noted(fault, [(BACKENDS[0], False, 5.0)])
+    assert fault.blame(5.0, 13.0, 8.0) == WAIT
+    assert fault.blame(5.0, 13.0, 13.0) == THEIRS
+    noted(fault, [(BACKENDS[1], True, 5.5)])
+    assert fault.blame(5.0, 13.0, 8.0) == THEIRS
+
+
+def test_a_small_installation_does_not_wait():
+    """Fewer backends than could ever be evidence are acted on at once."""
+    fault = noted(OwnFault(), [(b, True, 1.0) for b in BACKENDS[:5]])
+    noted(fault, [(BACKENDS[0], False, 5.0)])
+    assert fault.blame(5.0, 13.0, 5.1) == THEIRS
 
 
 def test_a_fault_is_over_when_some_answer_again():
@@ -165,6 +192,8 @@ def test_a_fault_is_over_when_some_answer_again():
     assert not fault.over()
     noted(fault, [(b, True, 6.0) for b in BACKENDS[:2]])
     assert fault.over()
+    fault.reset()
+    assert fault.over(), "nothing is left to tell"
     made = opinion(CHECK, said=HEALTHY)
     feed(made, CHECK, "-----")
     made.restart()

@@ -23,13 +23,13 @@ def checked(rig, name, **values):
     )
 
 
-async def populate(rig, balancers, each):
+async def populate(rig, balancers, each, **check):
     """Load balancers lb1.. with backends lb1-1.. that all answer and are all healthy."""
     names = {}
     for number in range(1, balancers + 1):
         lb = f"lb{number}"
         names[lb] = [f"{lb}-{part}" for part in range(1, each + 1)]
-        await rig.feed.seen(checked(rig, lb))
+        await rig.feed.seen(checked(rig, lb, **check))
         for part, name in enumerate(names[lb], 1):
             await rig.backends.answer(f"127.10.{number}.{part}", rig.port)
             await rig.feed.seen(machine(name, f"10.0.{number}.{part}", labels={"lb": lb}))
@@ -84,12 +84,13 @@ async def test_an_outage_of_our_servers_is_no_failure_of_members(
         assert {c.uid for c in unready_events(rig, before)} == {"uid-lb1-1"}
 
 
-async def test_everything_failing_at_once_is_held_and_said(nats_url, database_url):
+@pytest.mark.parametrize("threshold", [1, 2])
+async def test_everything_failing_at_once_is_held_and_said(nats_url, database_url, threshold):
     """The prober has lost its network: no endpoint changes, each load balancer says why, and after
     it only what really fails goes down."""
     async with rig_of(nats_url, database_url) as rig:
         replica = await rig.start()
-        names = await populate(rig, 4, 2)
+        names = await populate(rig, 4, 2, failure_threshold=threshold)
         before = len(rig.log)
         for number in range(1, 5):
             for part in (1, 2):
