@@ -174,6 +174,8 @@ class _Reader:
         checks = self._either(None, "listener-health-checks", dict[str, objects.HealthCheck]) or {}
         kept: list[tuple[int, objects.Listener]] = []
         names: set[str] = set()
+        if not self.spec.listeners:
+            self._fail("InvalidListener", "spec.listeners is empty: must hold at least one")
         for index, listener in enumerate(self.spec.listeners or ()):
             field = f"spec.listeners[{index}]"
             try:

@@ -174,6 +174,14 @@ def test_bad_listeners_are_left_out_and_named():
     ]
 
 
+@pytest.mark.parametrize("listeners", [None, []])
+def test_a_load_balancer_without_listeners_is_told(listeners):
+    """Its Service could have no ports."""
+    read_as = plan(listeners=listeners)
+    assert (read_as.ports, read_as.reason) == ((), "InvalidListener")
+    assert read_as.message == "spec.listeners is empty: must hold at least one"
+
+
 @pytest.mark.parametrize("address", ["", "host.example", "127.0.0.1", "169.254.1.1", "fe80::1%e0"])
 def test_an_explicit_backend_needs_an_address_that_a_slice_may_hold(address):
     """One that Kubernetes would refuse must not spoil the slice of the others."""
