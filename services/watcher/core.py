@@ -126,9 +126,10 @@ def decide(known: Known | None, seen: Observation) -> tuple[Fact, ...]:
 
 def too_large(seen: Sight, size: int, limit: int, excerpt: str) -> Sight:
     """The observation in place of one that does not fit the bus in its smallest form either."""
+    # In KiB: a few bytes more or less are no new reason.
     problem = (
-        f"the trimmed object takes {size} bytes in a message, the bus carries {limit}: "
-        "make the object smaller or raise max_payload"
+        f"the trimmed object takes about {size // 1024 + 1} KiB in a message, the bus carries "
+        f"{limit} bytes: make the object smaller or raise max_payload"
     )
     return msgspec.structs.replace(
         seen, view=None, problem=problem, digest=misfit_digest(problem), excerpt=excerpt

@@ -269,7 +269,7 @@ class Publishing:
                 self._send(lane)
                 return
             excerpt = message.data[: reading.EXCERPT].decode("utf-8", "replace")
-            unfit = core.too_large(seen, error.size, error.limit, excerpt)
+            unfit = core.too_large(seen, len(message.data), error.limit, excerpt)
             facts = core.decide_unfit(known, unfit)
             lane.messages.extend(self._outgoing(fact, unfit) for fact in facts)
         else:

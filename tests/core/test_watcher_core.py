@@ -240,7 +240,7 @@ def test_a_fact_that_never_fits_is_named() -> None:
     unfit = core.too_large(sight(), 2_000_000, 1_048_576, "{...")
     (fact,) = core.decide_unfit(None, unfit)
     assert isinstance(fact.event, events.ObjectUnfit)
-    assert "2000000" in fact.event.problem
+    assert "1954 KiB" in fact.event.problem
     assert "1048576" in fact.event.problem
     assert core.decide_unfit(fact.after, unfit) == ()
 

@@ -347,7 +347,7 @@ async def test_facts_over_the_limit_of_the_bus_report_36(
             "spec": {"ranges": [{"subnet": "198.18.0.0/15"}]},
         }
         await create(kube, POOL, pool)
-        history = {f"198.18.{i // 250}.{i % 250}": f"default/lb-{i}" for i in range(2000)}
+        history = {f"198.18.{i // 250}.{i % 250}": f"default/lb-{i}" for i in range(4000)}
         status = {"status": {"total": 9, "available": 7, "allocatedHistory": history}}
         await kube.patch(POOL.path(name="p"), status, subresource="status")
         endpoints = [
@@ -378,7 +378,7 @@ async def test_facts_over_the_limit_of_the_bus_report_36(
         # The same again says nothing new: relist all.
         api.compact()
         api.cut_watches("error")
-        await running.synced(2)
+        await running.synced(2, "configmaps", "ippools")
         await published(running.bus, CONFIGMAP, "kube-system", "kubevip", "ObjectUnfit")
         await published(running.bus, POOL, "", "p", "IPPoolSeen", "IPPoolSeen")
         await running.stop()

@@ -72,14 +72,14 @@ class Watching:
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
 
-    async def synced(self, count: int = 1, timeout: float = 20.0) -> None:
-        """Wait until every kind was listed completely so many times."""
+    async def synced(self, count: int = 1, *plurals: str, timeout: float = 20.0) -> None:
+        """Wait until every kind, or each of these, was listed completely so many times."""
 
         async def done() -> bool:
             assert not self.task.done(), self.task
             found = await log(self.bus, "kube.sync.>")
             finished = [f.event.plural for f in found if f.type == "SyncFinished"]
-            return all(finished.count(plural) >= count for plural in PLURALS)
+            return all(finished.count(plural) >= count for plural in plurals or PLURALS)
 
         await eventually(done, timeout, message=f"{count} complete lists of each kind")
 
