@@ -130,6 +130,21 @@ quarantine = sa.Table(
     "An empty address stands for the whole location.",
 )
 
+release = sa.Table(
+    "release",
+    metadata,
+    sa.Column("uid", sa.Text, primary_key=True),
+    sa.Column("namespace", sa.Text, nullable=False),
+    sa.Column("name", sa.Text, nullable=False),
+    sa.Column("traces", pg.JSONB, nullable=False),
+    sa.Column("leaving", sa.Boolean, nullable=False),
+    sa.Column("identity", sa.Text, nullable=False),
+    sa.Column("last", sa.Boolean, nullable=False),
+    schema=SCHEMA,
+    comment="What egress pods left behind: [gateway, address] that the provider may still hold. "
+    "A pod that is leaving keeps our finalizer until all of it is gone.",
+)
+
 request = sa.Table(
     "request",
     metadata,

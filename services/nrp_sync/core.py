@@ -3,10 +3,11 @@
 The parts: `wishes` reads one object, `desired` adds up the addresses, `diff` keeps what the
 provider lacks, `operations` leads each service through its life, `planning` makes requests of what
 is due, `outcomes` takes their answers, `readback` compares with what the provider really holds,
-`images` says where each Service stands. `State` holds it all.
+`images` says where each Service stands, `egress` and `nodes` take the facts of those kinds.
+`State` holds it all.
 
-This module takes the facts. It refuses to trust an event's idea of the past: what was is what our
-own rows say.
+This module takes the facts of Services and slices. It refuses to trust an event's idea of the
+past: what was is what our own rows say.
 """
 
 from __future__ import annotations
@@ -15,22 +16,11 @@ from typing import Literal
 
 from schema import objects
 from schema.names import NRP_FINALIZER
-from services.nrp_sync import images, operations
-from services.nrp_sync.desired import (
-    NOWHERE,
-    Location,
-    Member,
-    Name,
-    Reading,
-    read_node,
-    read_slice,
-)
+from services.nrp_sync import operations
+from services.nrp_sync.desired import Member, Name, Reading, read_slice
 from services.nrp_sync.operations import Operation, Phase
 from services.nrp_sync.state import OpKey, Service, State
 from services.nrp_sync.wishes import InboundSpec, Refusal, Spec, claims, read_service
-
-__all__ = ["gone_node", "gone_service", "gone_slice", "see_node", "see_service", "see_slice"]
-
 
 # --- services -----------------------------------------------------------------------------------
 
@@ -161,6 +151,7 @@ def _end(state: State, op: Operation) -> None:
     state.active.discard(op.key)
     state.dirty_ops.add(op.key)
     state.suspect_ops.pop(op.key, None)
+    state.check_releases = True
     name = Name(op.namespace, op.name)
     service = state.services.get(name)
     if op.kind == "inbound" and service is not None and service.identity == op.identity:
@@ -168,7 +159,7 @@ def _end(state: State, op: Operation) -> None:
         state.tell.add(name)
 
 
-# --- slices and nodes ---------------------------------------------------------------------------
+# --- slices ---------------------------------------------------------------------------
 
 
 def see_slice(state: State, view: objects.EndpointSlice, *, now: float) -> None:
@@ -194,25 +185,6 @@ def gone_slice(state: State, name: Name, *, now: float) -> None:
     stirred(state, now)
 
 
-def see_node(state: State, view: objects.Node, *, now: float) -> None:
-    """A Node as it is now: its addresses are the locations of what runs on it."""
-    _put_node(state, view.metadata.name, read_node(view), now)
-
-
-def gone_node(state: State, name: str, *, now: float) -> None:
-    """A Node that is gone takes its addresses along, also if its pods' deletions never come."""
-    _put_node(state, name, NOWHERE, now)
-
-
-def _put_node(state: State, name: str, location: Location, now: float) -> None:
-    desired = state.provided.desired
-    waiting = {s.service for s in desired.waiting.get(name, ()) if s.service is not None}
-    desired.put_node(name, location)
-    waiting |= {s.service for s in desired.waiting.get(name, ()) if s.service is not None}
-    state.tell |= waiting
-    stirred(state, now)
-
-
 def stirred(state: State, now: float) -> None:
     """Note when the wish for addresses changed, for the window that coalesces changes."""
     if state.provided.stirred:
@@ -234,7 +206,4 @@ def finished(state: State, plural: str) -> None:
     """The list of one kind is complete, and what it did not show has been reported gone."""
     state.synced.add(plural)
     state.stuck = False
-
-
-def tell(state: State, now: float) -> None:
-    images.tell_all(state, now)
+    state.check_releases = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from schema import events
 from services.nrp_sync.desired import Name
 from services.nrp_sync.operations import Operation, Phase
@@ -36,27 +38,13 @@ def tell(state: State, name: Name, now: float) -> None:
         return
     state.told[key] = image
     state.dirty_told.add(key)
-    state.say(_dated(image, now), service.cause)
+    state.say(msgspec.structs.replace(image, at=stamp(now)), service.cause)
 
 
 def restate(state: State, now: float) -> None:
     """State every image again."""
     for key in sorted(state.told):
-        state.say(_dated(state.told[key], now))
-
-
-def _dated(image: events.ProviderStateChanged, now: float) -> events.ProviderStateChanged:
-    return events.ProviderStateChanged(
-        at=stamp(now),
-        owner=image.owner,
-        generation=image.generation,
-        finalizer=image.finalizer,
-        addresses=image.addresses,
-        in_step=image.in_step,
-        backends=image.backends,
-        reason=image.reason,
-        message=image.message,
-    )
+        state.say(msgspec.structs.replace(state.told[key], at=stamp(now)))
 
 
 def _forget(state: State, name: Name) -> None:

@@ -69,6 +69,7 @@ REMOVING: Final = (
     Verb.DELETE_PUBLIC_IP,
 )
 
+PARTING_TRIES: Final = 2
 Park: TypeAlias = Literal["", "rejected", "quota_exceeded", "retries_exceeded"]
 
 
@@ -312,6 +313,8 @@ def begin(op: Operation, step: Step, number: int, now: float) -> Before:
         op.marks[POOL] = Mark.MAYBE
     elif step.verb is Verb.PUT_BALANCER:
         op.applied = None
+        if op.kind == "outbound":  # it refers to the service gateway from its first day
+            op.marks.setdefault(POOL, Mark.MAYBE)
     if op.phase is Phase.NOT_STARTED:
         op.phase = Phase.CREATING
     return before
@@ -380,9 +383,12 @@ def fail(
     if stale:
         op.retry_at = now + wait
         return
-    if step.verb in (Verb.CLEAR, Verb.DETACH) and failure.kind in ("invalid", "not_found"):
-        op.marks.pop(POOL, None)  # nothing there to part from; the deletions will tell
+    parting = step.verb in (Verb.CLEAR, Verb.DETACH)
+    if parting and failure.kind in ("invalid", "not_found") and op.retries >= PARTING_TRIES:
+        op.marks.pop(POOL, None)  # nothing there to part from, it seems; the deletion will tell
         return
+    if step.verb is Verb.DELETE_BALANCER and failure.kind == "in_use":
+        op.marks[POOL] = Mark.MAYBE
     if failure.kind == "overlay_mappings":
         op.phase = Phase.DRAINING
     if failure.kind == "throttled":

@@ -51,6 +51,7 @@ def finish(state: State, number: int, outcome: Outcome, now: float) -> None:
     state.ended[number] = _ended(outcome, now)
     if isinstance(outcome, Done):
         lane.retries, lane.retry_at, lane.failure = 0, 0.0, None
+        state.check_releases = True
         _succeeded(state, flight, outcome, now)
     else:
         lane.failure = outcome.failure

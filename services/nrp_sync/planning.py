@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import msgspec
 
 from schema import events
-from services.nrp_sync import operations
+from services.nrp_sync import egress, operations
 from services.nrp_sync.core import settle
 from services.nrp_sync.desired import Name
 from services.nrp_sync.diff import Key
@@ -49,6 +49,7 @@ NEVER = float("inf")
 
 def plan(state: State, now: float) -> None:
     """Begin every request that is due; they are in `state.outgoing` then."""
+    egress.overdue(state, now)
     _read(state, now)
     if not state.read_at or now < state.gate_until:
         return
@@ -72,9 +73,10 @@ def plan(state: State, now: float) -> None:
 def next_due(state: State, now: float) -> float:
     """When the next request may be due if nothing happens before; infinity for never."""
     floor = state.gate_until
+    due = [max(_read_due(state, now), floor), min(state.awaited.values(), default=NEVER)]
     if not state.read_at:
-        return max(_read_due(state, now), floor)
-    due = [_read_due(state, now), max(_locations_due(state, now), floor)]
+        return min(due)
+    due.append(max(_locations_due(state, now), floor))
     due += [f.orphaned_until for f in state.flights.values() if f.orphaned_until]
     oldest: dict[LaneName, float] = {}
     newest: dict[LaneName, float] = {}
@@ -83,8 +85,8 @@ def next_due(state: State, now: float) -> float:
         if op is None or op.flight:
             continue
         if op.phase is Phase.DRAINING:
-            if op.retry_at > now:
-                due.append(max(op.retry_at, floor))
+            if op.identity not in state.provided.mapped:
+                due.append(max(op.retry_at, floor, now))
             continue
         step = _step(state, op)
         if step is None:

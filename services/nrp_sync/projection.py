@@ -18,7 +18,7 @@ from schema.subjects import ObjectRef
 from schema.tables import nrp_sync as tables
 from services.kit.mirror import Mirror
 from services.kit.records import Hole, Record, Source, Work
-from services.nrp_sync import core, images, outcomes, planning, store
+from services.nrp_sync import core, egress, images, nodes, outcomes, planning, store
 from services.nrp_sync.desired import Name
 from services.nrp_sync.state import SOURCES, Outcome, Policy, Request, State
 from services.nrp_sync.wishes import IDLE_TIMEOUT, INTERNAL
@@ -84,9 +84,11 @@ class NrpProjection:
         now = self._clock()
         state = self.state = await store.load(conn, self._policy)
         for _, node in self._mirror.all("nodes"):
-            core.see_node(state, node, now=now)
+            nodes.see_node(state, node, now=now)
         for ref, service in self._mirror.all("services"):
             core.see_service(state, service, cause=self._known_cause(ref, service), now=now)
+        for _, pod in self._mirror.all("pods"):
+            egress.see_pod(state, pod, cause="", now=now)
         self._note_marks()
         await store.finish_load(conn, state, now, self.flying)
         self.reloaded()
@@ -146,7 +148,10 @@ class NrpProjection:
 
     def settle(self, work: Work) -> None:
         """Once a batch: say what it came to."""
-        images.tell_all(self.state, self._clock())
+        now = self._clock()
+        egress.release(self.state)
+        images.tell_all(self.state, now)
+        egress.tell_pods(self.state, now)
         for event, cause in self.state.said:
             work.emit(event, cause)
         self.state.said.clear()
@@ -170,11 +175,15 @@ class NrpProjection:
             case objects.Service():
                 core.see_service(self.state, view, cause=cause, now=now)
             case objects.Node():
-                core.see_node(self.state, view, now=now)
+                nodes.see_node(self.state, view, now=now)
+            case objects.Pod():
+                egress.see_pod(self.state, view, cause=cause, now=now)
             case None if ref.plural == "services":
                 core.gone_service(self.state, name, uid, cause=cause, now=now)
             case None if ref.plural == "nodes":
-                core.gone_node(self.state, ref.name, now=now)
+                nodes.gone_node(self.state, ref.name, now=now)
+            case None if ref.plural == "pods":
+                egress.gone_pod(self.state, name, uid, now=now)
 
     def _slice(self, ref: ObjectRef, record: Record, now: float) -> None:
         """The same rules as for mirrored objects, on rows of our own."""

@@ -62,6 +62,8 @@ class _Shown:
                 marks[POOL] = Mark.YES
         if op.identity in (self.balancers if inbound else self.gateways):
             marks[BALANCER] = Mark.YES
+            if not inbound and self.gateways[op.identity].attached:
+                marks.setdefault(POOL, Mark.MAYBE)
         for name in operations.public_ip_names(op.kind, op.identity):
             if name in self.public_ips:
                 marks[name] = Mark.YES
@@ -157,9 +159,16 @@ def _locations(state: State, flight: Flight, snapshot: Snapshot) -> int:
     provided = state.provided
     shown: dict[str, dict[str, tuple[str, ...]]] = {}
     for entry in snapshot.locations:
-        addresses = shown.setdefault(canonical_ip(entry.location), {})
-        for item in entry.addresses:
-            addresses[canonical_ip(item.address)] = canonical_names(item.services)
+        addresses = {
+            canonical_ip(item.address): tuple(
+                name for name in canonical_names(item.services) if name != DEFAULT_SERVICE
+            )
+            for item in entry.addresses
+        }
+        # What only the provider's own service uses is none of our business.
+        ours = {address: names for address, names in addresses.items() if names}
+        if ours or not addresses:
+            shown.setdefault(canonical_ip(entry.location), {}).update(ours)
     held = {key.location for key, _ in provided.held()}
     found = 0
     for location in sorted(shown.keys() | held | provided.located.keys()):

@@ -53,6 +53,8 @@ class Policy(NamedTuple):
     """Location batches at once, never two for one location."""
     services_per_batch: int = 100
     read_interval: float = 300.0
+    finalizer_grace: float = 30.0
+    """A pod whose finalizer can't be had for so long is served without."""
     orphan_grace: float = 2.0
     """A request that a dead process left behind may still arrive for this long."""
     retrying: Retrying = Retrying()
@@ -161,6 +163,51 @@ class Service:
 
 
 @dataclass(slots=True)
+class Pod:
+    """A Pod with the egress label, or with our finalizer still on it."""
+
+    name: Name
+    uid: str
+    identity: str
+    """The gateway that its label names, "" for none that can be."""
+    refusal: Refusal | None
+    accepted: bool
+    """Its addresses should leave by its gateway."""
+    addresses: tuple[str, ...]
+    node: str
+    finalizer: bool
+    cause: str = ""
+    asked_at: float = 0.0
+    without: bool = False
+    """Its addresses are sent although our finalizer could not be had."""
+    released: bool = False
+
+
+class Trace(NamedTuple):
+    """An address that a pod had at a gateway, and may still have at the provider."""
+
+    identity: str
+    address: str
+
+
+@dataclass(slots=True)
+class Release:
+    """What a pod leaves behind, and whether it waits for that to be gone."""
+
+    name: Name
+    uid: str
+    traces: set[Trace]
+    leaving: bool = False
+    """The pod may go once every trace is gone; otherwise it lives on, somewhere else."""
+    identity: str = ""
+    """The gateway that it left, when it leaves."""
+    last: bool = False
+    """It was the last of its gateway: the gateway has to be gone too."""
+    places: tuple[Key, ...] = ()
+    """Where its addresses were, to look there first."""
+
+
+@dataclass(slots=True)
 class Quarantined:
     """An address that the provider refused as it was to be; left out until that changes."""
 
@@ -198,6 +245,17 @@ class State:
         self.members: dict[OpKey, Member] = {}
         self.active: set[OpKey] = set()
         """Operations that are not at rest."""
+        self.pods: dict[Name, Pod] = {}
+        self.gateways: dict[str, set[Name]] = {}
+        """Egress identity to the pods that leave by it."""
+        self.releases: dict[str, Release] = {}
+        """By the pod's uid."""
+        self.check_releases = False
+        self.awaited: dict[Name, float] = {}
+        """Pods whose finalizer is not seen yet, and until when it is waited for."""
+        self.without_finalizer = 0
+        self.six_nodes = 0
+        """How many nodes have an IPv6 address."""
         self.synced: set[str] = set()
         self.flights: dict[int, Flight] = {}
         self.lanes: dict[LaneName, Lane] = {
@@ -226,10 +284,12 @@ class State:
         self.said: list[Said] = []
         self.outgoing: list[Request] = []
         self.tell: set[Name] = set()
+        self.tell_pods: set[Name] = set()
         self.ended: dict[int, Ended] = {}
         self.dirty_ops: set[OpKey] = set()
         self.dirty_told: set[tuple[str, Name]] = set()
         self.dirty_quarantine: set[Key] = set()
+        self.dirty_releases: set[str] = set()
         self.dirty_view = False
 
     @property

@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from schema import events
 from schema.tables import nrp_sync as t
 from schema.tables import service_tables
-from services.nrp_sync import core, planning
+from services.nrp_sync import core, egress, planning
 from services.nrp_sync.desired import LeftOut, Name, Source
 from services.nrp_sync.diff import Key, LocationCall, Maybe, Seen
 from services.nrp_sync.operations import Mark, Operation, Phase
@@ -28,8 +28,10 @@ from services.nrp_sync.state import (
     Part,
     Policy,
     Quarantined,
+    Release,
     Request,
     State,
+    Trace,
     stamp,
 )
 from services.nrp_sync.wishes import InboundSpec, OutboundSpec
@@ -51,6 +53,15 @@ async def load(conn: AsyncConnection, policy: Policy) -> State:
     for row in await conn.execute(sa.select(t.operation)):
         op = _operation(row)
         state.operations[op.key] = op
+    for row in await conn.execute(sa.select(t.release)):
+        state.releases[row.uid] = Release(
+            name=Name(row.namespace, row.name),
+            uid=row.uid,
+            traces={Trace(*pair) for pair in row.traces},
+            leaving=row.leaving,
+            identity=row.identity,
+            last=row.last,
+        )
     for row in await conn.execute(sa.select(t.told)):
         image = msgspec.convert(row.image, events.ProviderStateChanged)
         state.told[row.plural, Name(row.namespace, row.name)] = image
@@ -71,6 +82,7 @@ async def finish_load(conn: AsyncConnection, state: State, now: float, flying: s
 
     `flying`: requests that this very process is still waiting for.
     """
+    egress.tidy(state, now)
     for key in sorted(state.operations):
         core.resume(state, state.operations[key])
     located = {row.location: row.sure for row in await conn.execute(sa.select(t.location))}
@@ -92,7 +104,6 @@ async def finish_load(conn: AsyncConnection, state: State, now: float, flying: s
         flight.steps.clear()
         if request.number not in flying:
             flight.orphaned_until = now + state.policy.orphan_grace
-    state.dirty_ops.clear()
 
 
 async def _load_slices(conn: AsyncConnection, state: State) -> None:
@@ -235,6 +246,7 @@ async def save(
     await _save_operations(conn, state)
     await _save_held(conn, state)
     await _save_quarantine(conn, state)
+    await _save_releases(conn, state)
     await _save_told(conn, state)
     await _save_requests(conn, state, requests, keep_requests)
     if requests or state.dirty_view:
@@ -374,6 +386,29 @@ async def _save_quarantine(conn: AsyncConnection, state: State) -> None:
     await _upsert(conn, t.quarantine, rows)
     await _delete(conn, t.quarantine, gone)
     state.dirty_quarantine.clear()
+
+
+async def _save_releases(conn: AsyncConnection, state: State) -> None:
+    rows, gone = [], []
+    for uid in sorted(state.dirty_releases):
+        held = state.releases.get(uid)
+        if held is None:
+            gone.append({"uid": uid})
+            continue
+        rows.append(
+            {
+                "uid": uid,
+                "namespace": held.name.namespace,
+                "name": held.name.name,
+                "identity": held.identity,
+                "traces": sorted(held.traces),
+                "leaving": held.leaving,
+                "last": held.last,
+            }
+        )
+    await _upsert(conn, t.release, rows)
+    await _delete(conn, t.release, gone)
+    state.dirty_releases.clear()
 
 
 async def _save_told(conn: AsyncConnection, state: State) -> None:
