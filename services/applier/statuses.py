@@ -274,6 +274,21 @@ def _differs(mark: Mark, shown: objects.Condition | None, update_time: bool) -> 
     ) or (update_time and mark.updated != shown.last_update_time)
 
 
+def kept(sent: Body, answer: objects.LoadBalancer | objects.IPPool) -> bool:
+    """Whether the answer shows the status that was sent: a kind with a status subresource ignores
+    one in the main resource, without a word."""
+    status = answer.status
+    shown = {c.type: (c.status, c.reason) for c in (status.conditions if status else None) or []}
+    for condition in sent.get("conditions") or []:
+        if shown.get(condition["type"]) != (condition["status"], condition.get("reason", "")):
+            return False
+    if isinstance(status, objects.IPPoolStatus) and "available" in sent:
+        return bool((status.total, status.available) == (sent["total"], sent["available"]))
+    if isinstance(status, objects.LoadBalancerStatus) and "backendServers" in sent:
+        return bool((status.backend_servers or None) == sent["backendServers"])
+    return status is not None
+
+
 def lost(sent: Body, known: objects.LoadBalancer | objects.IPPool) -> Collection[str]:
     """Fields that were sent and that the answer does not hold: the schema there prunes them."""
     status = known.status

@@ -86,9 +86,7 @@ def _status_answer(
 ) -> Result:
     """A status is written when the answer shows it: a kind without the subresource ignores a write
     there, and one with it ignores a status in the main resource."""
-    kept = {c.type for c in (seen.status.conditions if seen.status else None) or []}
-    wanted = {c["type"] for c in sent.get("conditions") or []}
-    if wanted and not wanted & kept:
+    if not statuses.kept(sent, seen):
         failed = _outcome(
             write,
             "failed",
@@ -114,18 +112,25 @@ async def _request(kube: Kube, write: Write) -> bytes:
     if write.verb == "apply":
         if not write.creates:
             return await kube.apply(path, write.body, field_manager=manager)
-        guarded = {**write.body["metadata"], "resourceVersion": NO_VERSION}
-        body = {**write.body, "metadata": guarded}
-        try:
-            return await kube.apply(path, body, field_manager=manager)
-        except (Invalid, BadRequest) as error:
-            if "resourceVersion" not in error.message:
-                raise
-            return await kube.apply(path, write.body, field_manager=manager)
+        return await _create(kube, write, path)
     content = JSON_PATCH if write.verb == "json" else MERGE
     return await kube.patch(
         path, write.body, content, field_manager=manager, subresource=write.subresource
     )
+
+
+async def _create(kube: Kube, write: Write, path: str) -> bytes:
+    """Server-side apply that makes the object, and never takes over one that is there."""
+    guarded = {**write.body["metadata"], "resourceVersion": NO_VERSION}
+    body = {**write.body, "metadata": guarded}
+    try:
+        return await kube.apply(path, body, field_manager=names.FIELD_MANAGER)
+    except (Invalid, BadRequest, Conflict) as error:
+        # Told by the object itself: a server that takes no version on a create says so in its
+        # own words.
+        if not isinstance(await _read(kube, write.key), Absent) or "ersion" not in error.message:
+            raise
+    return await kube.apply(path, write.body, field_manager=names.FIELD_MANAGER)
 
 
 async def _refused(kube: Kube, write: Write, error: KubeError, attempts: int) -> Result:
@@ -134,7 +139,7 @@ async def _refused(kube: Kube, write: Write, error: KubeError, attempts: int) ->
     rediscover = False
     if refused.outcome in ("conflict", "gone"):
         seen = await _read(kube, write.key)
-        if refused.outcome == "gone" and seen is not None and not isinstance(seen, Absent):
+        if refused.outcome == "gone" and not isinstance(seen, Absent | None):
             # It is there, and its status is not: the kind has no such subresource (any more).
             rediscover = True
             refused = Refused("failed", "NotFound", _delay(attempts))

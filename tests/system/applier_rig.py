@@ -272,16 +272,16 @@ class Stage:
     def forget(self) -> None:
         self.api.faults.counts.clear()
 
-    async def still(self, owner: events.Owner, seconds: float = 0.6) -> None:
-        """Let everything that could come of what was done come."""
-        del owner
-        before = -1
+    async def still(self, seconds: float = 0.6) -> None:
+        """Let every write that could come of what was done come: none is new for some time."""
+        before: dict[str, int] = {}
         quiet = 0.0
-        while quiet < seconds:
-            await asyncio.sleep(0.1)
-            count = sum(self.api.faults.counts.values())
-            quiet = quiet + 0.1 if count == before else 0.0
-            before = count
+        async with asyncio.timeout(30):
+            while quiet < seconds:
+                await asyncio.sleep(0.1)
+                writes = self.writes()
+                quiet = quiet + 0.1 if writes == before else 0.0
+                before = writes
 
     async def outcomes(self, owner: events.Owner) -> list[events.Applied]:
         subject = subjects.object_subject("lb.applied", owner.ref)
@@ -364,7 +364,8 @@ async def stage(
             kube=KubeSettings(kubeconfig=str(kubeconfig)),
             health=HealthSettings(port=-1),
             projector=ProjectorSettings(takeover_poll_s=0.05),
-            applier=ApplierSettings(**applier),
+            # Echoes are waited for as long as a busy machine may need: counts are exact here.
+            applier=ApplierSettings(**({"echo_s": 5.0} | applier)),
         )
         async with await Kube.connect(str(kubeconfig)) as kube:
             for definition in FORMS[form]():

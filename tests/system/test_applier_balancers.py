@@ -26,7 +26,7 @@ async def test_a_vm_load_balancer_is_brought_to_ready_in_four_writes(
         await s.granted(owner, "192.0.2.10")
         await s.resolved(owner, backend("vm1", "10.52.1.7"))
         ready = await s.settles(owner, "Ready")
-        await s.still(owner)
+        await s.still()
 
         assert ready["status"] == "True"
         assert sum(s.writes().values()) == 4, s.writes()
@@ -88,7 +88,7 @@ async def test_dummy_is_swapped_in_one_write(nats_url, database_url, tmp_path):
         await s.granted(owner, "192.0.2.10")
         await s.resolved(owner, vm, checked=True)
         waiting = await s.settles(owner, "NotHealthy")
-        await s.still(owner)
+        await s.still()
         assert waiting["message"] == (
             "running backend servers are not probed as healthy total:1, healthy:0"
         )
@@ -99,7 +99,7 @@ async def test_dummy_is_swapped_in_one_write(nats_url, database_url, tmp_path):
             s.forget()
             await s.verdict(owner, vm, ready, dummy="" if ready else DUMMY)
             await s.settles(owner, reason)
-            await s.still(owner)
+            await s.still()
 
             assert s.writes() == {
                 "patch endpointslices": 1,

@@ -3,12 +3,14 @@
 import asyncio
 import signal
 
+import msgspec
 import pytest
 
 from schema import events, names
 from services.kit.kube import JSON_PATCH
 from tests.system.applier_rig import (
     EVENT,
+    FORMS,
     LB,
     POOL,
     SERVICE,
@@ -21,6 +23,7 @@ from tests.system.applier_rig import (
     stage,
     ticket,
 )
+from tests.system.watcher_rig import CRD
 from tests.waiting import eventually
 
 
@@ -41,7 +44,7 @@ async def test_report_31_what_was_deleted_by_hand_is_made_again(
             return found
 
         after = await eventually(back, 10)
-        await s.still(owner)
+        await s.still()
         assert after["metadata"]["labels"] == before["metadata"]["labels"]
         assert after["metadata"]["ownerReferences"] == before["metadata"]["ownerReferences"]
         await s.settles(owner, "Ready")
@@ -54,7 +57,7 @@ async def test_report_31_edits_by_hand_are_undone_in_one_write_each(
 ):
     """Endpoints, labels, owner, a port that was added, a selector: one write, and as it was."""
     async with stage(nats_url, database_url, tmp_path) as s:
-        owner = await s.vm("web", "192.0.2.10")
+        await s.vm("web", "192.0.2.10")
         extra = {"name": "ssh", "port": 22, "protocol": "TCP", "targetPort": 22}
         edits = [
             (SLICE, [{"op": "replace", "path": "/endpoints/0/conditions/ready", "value": False}]),
@@ -65,7 +68,7 @@ async def test_report_31_edits_by_hand_are_undone_in_one_write_each(
         ]
         for resource, patch in edits:
             before = _stable(await s.get(resource, "web"))
-            await s.still(owner, 0.3)
+            await s.still(0.3)
             s.forget()
             await s.kube.patch(resource.path("default", "web"), patch, JSON_PATCH)
 
@@ -74,7 +77,7 @@ async def test_report_31_edits_by_hand_are_undone_in_one_write_each(
                 return True
 
             await eventually(restored, 10, message=str(patch))
-            await s.still(owner, 0.4)
+            await s.still(0.4)
             assert s.writes() == {f"patch {resource.plural}": 2}, "theirs and ours"
 
 
@@ -86,14 +89,14 @@ def _stable(obj):
 async def test_report_62_foreign_ingress_fields_cost_no_write(nats_url, database_url, tmp_path):
     """Another controller adds ports to our entry twenty times: nothing is written back."""
     async with stage(nats_url, database_url, tmp_path) as s:
-        owner = await s.vm("web", "192.0.2.10")
-        await s.still(owner)
+        await s.vm("web", "192.0.2.10")
+        await s.still()
         s.forget()
         for port in range(1, 21):
             entry = {"ip": "192.0.2.10", "ports": [{"port": port, "protocol": "UDP"}]}
             status = {"status": {"loadBalancer": {"ingress": [entry]}}}
             await s.kube.patch(SERVICE.path("default", "web"), status, subresource="status")
-        await s.still(owner)
+        await s.still()
         assert s.writes() == {"patch services/status": 20}, "theirs"
 
 
@@ -116,7 +119,7 @@ async def test_foreign_object_of_our_name_is_not_touched(
         await s.granted(owner, "192.0.2.10")
         await s.resolved(owner, backend("vm1", "10.52.1.7"))
         told = await s.settles(owner, "NameConflict")
-        await s.still(owner)
+        await s.still()
         assert "default/web" in told["message"]
         assert await s.get(resource, "web") == before
 
@@ -137,7 +140,7 @@ async def test_deleted_load_balancer_leaves_nothing(nats_url, database_url, tmp_
         await s.verdict(owner, backend("vm1", "10.52.1.7"), False)
         for resource in (SERVICE, SLICE):
             await gone(s, resource, "web")
-        await s.still(fresh)
+        await s.still()
         assert await s.status(fresh) == {}
         await s.granted(fresh, "192.0.2.11")
         await s.resolved(fresh)
@@ -162,7 +165,7 @@ async def test_refusals_are_outlived(nats_url, database_url, tmp_path, status):
             return
         told = await s.settles(owner, "Invalid")
         assert told["message"].startswith("fail to create service, error: ")
-        await s.still(owner)
+        await s.still()
         s.forget()
         await asyncio.sleep(1.5)
         assert s.writes() == {}
@@ -194,7 +197,7 @@ async def test_conflicts_are_no_news(nats_url, database_url, tmp_path):
             await s.kube.patch(LB.path("default", "web"), note)
             await s.kube.patch(SERVICE.path("default", "web"), note)
             await s.resolved(owner, backend("vm1", "10.52.1.7"), backend(f"vm{i}x", f"10.52.2.{i}"))
-        await s.still(owner)
+        await s.still()
         status = await s.status(owner)
         assert status["backendServers"] == ["10.52.1.7", "10.52.2.14"]
         told = [e for e in await s.outcomes(owner) if e.ready is not None]
@@ -209,7 +212,7 @@ async def test_ticket_is_one_write_and_its_release_another(nats_url, database_ur
         s.forget()
         lease = await s.granted(owner, "192.0.2.3")
         await s.settles(owner, "Ready", "lbledger.io/Ready")
-        await s.still(owner)
+        await s.still()
         assert s.writes() == {"patch services/status": 1}
         assert (await s.status(owner))["loadBalancer"]["ingress"][0]["ip"] == "192.0.2.3"
 
@@ -251,7 +254,7 @@ async def test_provider_service_has_finalizer_and_ingress_until_torn_down(
         assert (await s.status(owner))["loadBalancer"]["ingress"][0]["ip"] == "20.0.0.4"
 
         await s.kube.delete(SERVICE.path("default", "svc"))
-        await s.still(owner)
+        await s.still()
         assert await s.get(SERVICE, "svc") is not None
         await provider(finalizer=False, reason="Gone")
         await gone(s, SERVICE, "svc")
@@ -300,7 +303,7 @@ async def test_kubernetes_events_tell_each_reason_once(nats_url, database_url, t
         await s.refused(owner, "PoolExhausted", "no free address in pool p1")
         await s.settles(owner, "PoolExhausted")
         await s.refused(owner, "PoolExhausted", "no free address in pool p1")
-        await s.still(owner)
+        await s.still()
         await s.stop()
         s.start()
         await s.granted(owner, "192.0.2.10")
@@ -313,7 +316,7 @@ async def test_kubernetes_events_tell_each_reason_once(nats_url, database_url, t
             return {e["reason"]: e for e in found}
 
         by_reason = await eventually(told, 10)
-        await s.still(owner)
+        await s.still()
         assert by_reason == await told()
         assert by_reason["PoolExhausted"]["type"] == "Warning"
         assert by_reason["PoolExhausted"]["note"] == "no free address in pool p1"
@@ -339,7 +342,7 @@ async def test_restart_writes_nothing_and_goes_on(nats_url, database_url, tmp_pa
     """A new process compares and is content; what came while it was down is written once."""
     async with stage(nats_url, database_url, tmp_path) as s:
         owner = await s.vm("web", "192.0.2.10")
-        await s.still(owner)
+        await s.still()
         await s.stop()
         s.forget()
         s.start()
@@ -350,7 +353,7 @@ async def test_restart_writes_nothing_and_goes_on(nats_url, database_url, tmp_pa
         s.forget()
         s.start()
         await s.settles(owner, "NoBackendMatched")
-        await s.still(owner)
+        await s.still()
         assert s.writes() == {"patch endpointslices": 1, "patch loadbalancers/status": 1}
 
 
@@ -376,7 +379,7 @@ async def test_kill_between_write_and_commit_has_no_double_effect(
             process.wait()
         s.start()
         await s.settles(owner, "Ready")
-        await s.still(owner)
+        await s.still()
         service, found = await s.get(SERVICE, "web"), await s.get(SLICE, "web")
         assert found["metadata"]["generation"] == 1
         assert len(service["spec"]["ports"]) == 1
@@ -384,7 +387,7 @@ async def test_kill_between_write_and_commit_has_no_double_effect(
             {"ip": "192.0.2.10", "ipMode": "VIP"}
         ]
         s.forget()
-        await s.still(owner)
+        await s.still()
         assert s.writes() == {}
 
 
@@ -395,9 +398,7 @@ def _tried(s, target):
     )
 
 
-async def test_kills_in_the_middle_of_many_load_balancers(
-    nats_url, database_url, tmp_path
-):
+async def test_kills_in_the_middle_of_many_load_balancers(nats_url, database_url, tmp_path):
     """Whenever it dies, the next one goes on; at the end every object is as decided."""
     async with stage(nats_url, database_url, tmp_path, started=False) as s:
         owners = []
@@ -424,3 +425,22 @@ async def test_kills_in_the_middle_of_many_load_balancers(
             for owner in owners[round_::10]:
                 found = await s.get(SLICE, owner.name)
                 assert [e["addresses"] for e in found["endpoints"]] == [[f"10.53.0.{round_}"]]
+
+
+@pytest.mark.parametrize(("before", "after"), [("harvester", "ours"), ("ours", "harvester")])
+async def test_crds_may_be_replaced_while_it_runs(nats_url, database_url, tmp_path, before, after):
+    """With or without a status subresource, and then the other way round: no restart needed."""
+    async with stage(nats_url, database_url, tmp_path, form=before) as s:
+        owner = await s.vm("web", "192.0.2.10")
+        for definition in FORMS[after]():
+            path = CRD.path("", definition["metadata"]["name"])
+            current = msgspec.json.decode(await s.kube.get(path))
+            await s.kube.replace(path, {**current, "spec": definition["spec"]})
+        await s.resolved(owner)
+        await s.settles(owner, "NoBackendMatched")
+        await s.resolved(owner, backend("vm1", "10.52.1.7"))
+        await s.settles(owner, "Ready")
+        await s.still()
+        s.forget()
+        await s.still()
+        assert s.writes() == {}
