@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter as Tally
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import sqlalchemy as sa
@@ -22,6 +23,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from schema import events, subjects
 from schema.tables import service_tables
+from services.kit import garbage
 from services.kit.bus import Message
 from services.kit.db import plain_error
 from services.kit.mirror import next_epoch
@@ -65,15 +67,23 @@ class Offset:
     created: str = ""
 
 
+class Arrival(NamedTuple):
+    """A message, and what it says: a record, or why it can't be one, or nothing that we know."""
+
+    message: Message
+    record: Record | None
+    problem: str = ""
+
+
 @dataclass(slots=True)
 class Batch:
-    """Messages of the bus, then inputs of our own; what was committed is taken out."""
+    """What came from the bus, then inputs of our own; what was committed is taken out."""
 
-    messages: list[Message] = field(default_factory=list)
+    arrivals: list[Arrival] = field(default_factory=list)
     local: list[object] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return len(self.messages) + len(self.local)
+        return len(self.arrivals) + len(self.local)
 
 
 class Committer:
@@ -111,7 +121,8 @@ class Committer:
                     row.stream: Offset(row.epoch, row.seq, row.version, row.created)
                     for row in result
                 }
-                await self.projection.load(conn)
+                with garbage.loading():
+                    await self.projection.load(conn)
                 await self.outbox.load(conn)
         # Kept: taking one from the pool for every batch costs as much as a statement.
         self._conn = await self._engine.connect()
@@ -125,12 +136,12 @@ class Committer:
         except _Misapplied as error:
             log.warning("projector.isolating", why=repr(error.__cause__), events=len(batch))
         else:
-            batch.messages, batch.local = [], []
+            batch.arrivals, batch.local = [], []
             return
         await self.load()
-        while batch.messages:
-            await self._isolate(Batch(messages=batch.messages[:1]))
-            del batch.messages[0]
+        while batch.arrivals:
+            await self._isolate(Batch(arrivals=batch.arrivals[:1]))
+            del batch.arrivals[0]
         while batch.local:
             await self._isolate(Batch(local=batch.local[:1]))
             del batch.local[0]
@@ -152,13 +163,17 @@ class Committer:
         work = Work(self.projection.name)
         dead: list[tuple[Message, str]] = []
         reached: dict[str, tuple[str, int]] = {}
-        for message in batch.messages:
+        counts: Tally[str] = Tally()
+        for message, record, problem in batch.arrivals:
             stream = message.stream
             epoch = reached[stream][0] if stream in reached else self.offsets[stream].epoch
-            record = self._take(message, work, dead, refuse)
-            if record is not None:
+            if refuse or problem:
+                dead.append((message, refuse or problem))
+            elif record is not None:
+                self._apply(message, record, work, dead)
                 epoch = next_epoch(epoch, record)
             reached[stream] = (epoch, message.seq)
+            counts[stream] += 1
         offsets = self.offsets | {
             stream: replace(self.offsets[stream], epoch=epoch, seq=seq)
             for stream, (epoch, seq) in reached.items()
@@ -174,8 +189,8 @@ class Committer:
         except Exception as error:
             raise _Misapplied from error
         await self.write(work, dead, offsets)
-        for stream in reached:
-            _applied.labels(stream).inc(sum(m.stream == stream for m in batch.messages))
+        for stream, count in counts.items():
+            _applied.labels(stream).inc(count)
         _batch_seconds.observe(time.monotonic() - began)
 
     def settle(self, work: Work) -> None:
@@ -184,21 +199,9 @@ class Committer:
             work.begin(None)
             self.projection.settle(work)
 
-    def _take(
-        self, message: Message, work: Work, dead: list[tuple[Message, str]], refuse: str
-    ) -> Record | None:
-        if refuse:
-            dead.append((message, refuse))
-            return None
-        try:
-            record = decode(message)
-        except events.UnknownEvent as error:
-            _unknown.labels(str(error)[:80]).inc()
-            log.warning("projector.unknown_event", subject=message.subject, why=str(error))
-            return None
-        except (msgspec.MsgspecError, ValueError) as error:
-            dead.append((message, f"not a valid event: {error}"))
-            return None
+    def _apply(
+        self, message: Message, record: Record, work: Work, dead: list[tuple[Message, str]]
+    ) -> None:
         work.begin(record)
         try:
             self.projection.apply(record, work)
@@ -208,7 +211,6 @@ class Committer:
             raise
         except Exception as error:
             raise _Misapplied from error
-        return record
 
     async def write(
         self,
@@ -266,6 +268,17 @@ class Committer:
         if result.rowcount != len(moved):
             raise Fenced
         return offsets | {s: replace(offsets[s], version=known[s].version + 1) for s in moved}
+
+
+def read(message: Message) -> Arrival:
+    try:
+        return Arrival(message, decode(message))
+    except events.UnknownEvent as error:
+        _unknown.labels(str(error)[:80]).inc()
+        log.warning("projector.unknown_event", subject=message.subject, why=str(error))
+        return Arrival(message, None)
+    except (msgspec.MsgspecError, ValueError) as error:
+        return Arrival(message, None, f"not a valid event: {error}")
 
 
 def decode(message: Message) -> Record:

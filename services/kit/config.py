@@ -87,7 +87,7 @@ class HealthSettings(Section, frozen=True, kw_only=True):
 
 
 class ProjectorSettings(Section, frozen=True, kw_only=True):
-    batch: int = 500
+    batch: int = 1000  # a transaction, and what the bus takes at once
     beat_s: float = 1.0  # how often the active replica proves that it still holds the fence
     effects_deadline_s: float = 3.0  # without a proof for this long, no effects outside
     takeover_poll_s: float = 0.5

@@ -27,8 +27,8 @@ from prometheus_client import Counter, Gauge
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from services.kit import positions
-from services.kit.batches import FENCE_ROW, Batch, Committer, Fenced
-from services.kit.bus import Bus, BusError, Message, Puller
+from services.kit.batches import FENCE_ROW, Arrival, Batch, Committer, Fenced, read
+from services.kit.bus import Bus, BusError, Puller
 from services.kit.db import plain_error
 from services.kit.outbox import Outbox
 from services.kit.records import Hole, Projection, Source
@@ -41,7 +41,7 @@ _lag = Gauge("lbledger_lag", "Messages of the stream still to be read", ["stream
 _active_gauge = Gauge("lbledger_active", "1 on the replica that holds the fence")
 
 LOCAL_LIMIT: Final = 20_000
-ARRIVED_LIMIT: Final = 4
+ARRIVED_BATCHES: Final = 3  # read ahead while one is being committed
 
 
 class Projector:
@@ -51,7 +51,7 @@ class Projector:
         self._rt = rt
         self._projection = projection
         self._settings = rt.settings.projector
-        self._arrived: deque[list[Message]] = deque()
+        self._arrived: deque[Arrival] = deque()
         self._local: deque[object] = deque()
         self._wake = asyncio.Event()
         self._room = asyncio.Event()
@@ -236,16 +236,15 @@ class Projector:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.beat_s):
                     await self._wake.wait()
-        messages: list[Message] = []
-        while self._arrived and len(messages) < self._settings.batch:
-            messages.extend(self._arrived.popleft())
-        self._room.set()
-        local = [self._local.popleft() for _ in range(min(len(self._local), self._settings.batch))]
-        return Batch(messages, local)
+        limit = self._settings.batch
+        arrivals = [self._arrived.popleft() for _ in range(min(len(self._arrived), limit))]
+        if len(self._arrived) <= (ARRIVED_BATCHES - 1) * limit:
+            self._room.set()
+        local = [self._local.popleft() for _ in range(min(len(self._local), limit))]
+        return Batch(arrivals, local)
 
     def _put_back(self, batch: Batch) -> None:
-        if batch.messages:
-            self._arrived.appendleft(batch.messages)
+        self._arrived.extendleft(reversed(batch.arrivals))
         self._local.extendleft(reversed(batch.local))
 
     async def _pump(self, bus: Bus, source: Source, start: int) -> None:
@@ -261,11 +260,12 @@ class Projector:
                 messages = await puller.fetch(self._settings.batch, timeout=1.0)
                 lag.set(puller.lag)
                 if messages:
-                    if len(self._arrived) >= ARRIVED_LIMIT:
+                    # Here, where it is done while the batch before is in the database.
+                    self._arrived.extend([read(message) for message in messages])
+                    self._wake.set()
+                    if len(self._arrived) >= ARRIVED_BATCHES * self._settings.batch:
                         self._room.clear()
                         await self._room.wait()
-                    self._arrived.append(messages)
-                    self._wake.set()
         finally:
             await puller.close()
 

@@ -22,7 +22,7 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from schema.subjects import STREAMS, StreamSpec
-from services.kit import db, log
+from services.kit import db, garbage, log
 from services.kit.bus import Bus
 from services.kit.config import ConfigError, Settings, public_url
 from services.kit.health import Health
@@ -125,6 +125,7 @@ Run = Callable[[Runtime], Awaitable[None]]
 def run_service(name: str, run: Run, settings: Settings) -> int:
     """Run until a signal; returns the exit code."""
     log.setup(settings.log, name)
+    garbage.tune()
     try:
         return asyncio.run(_run(name, run, settings))
     except KeyboardInterrupt:
