@@ -215,6 +215,10 @@ class Stack:
     def _health_port(self, name: str) -> int:
         return self._ports.setdefault(name, free_port())
 
+    def health_url(self, name: str) -> str:
+        """Where a service answers /healthz, /readyz and /metrics."""
+        return f"http://127.0.0.1:{self._health_port(name)}"
+
     def spawn(self, name: str) -> Child:
         """Start one service (again)."""
         child = Child(
@@ -224,6 +228,16 @@ class Stack:
         )
         self._children[name] = child
         return child
+
+    def replica(self, name: str, number: int) -> str:
+        """Start one more of a service beside the one that is there; returns what it is called."""
+        label = f"{name}-{number}"
+        self._children[label] = Child(
+            [sys.executable, "-m", "services.cli", name],
+            log=self.logs / f"{label}.log",
+            env=self._environment(name) | {"LBLEDGER_HEALTH_PORT": str(self._health_port(label))},
+        )
+        return label
 
     async def service_ready(self, name: str, timeout: float = READY_S) -> None:
         """Wait until a service's /readyz answers 200; says what it waited for otherwise."""
