@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from tests.system.kube_vip import KubeVip
 from tests.system.whole import Space, Whole, space_of
 
 
@@ -29,3 +30,14 @@ async def whole(machine: Whole) -> Whole:
 async def space(whole: Whole) -> AsyncIterator[Space]:
     async with space_of(whole) as made:
         yield made
+
+
+@pytest.fixture
+async def vip_space(machine: Whole) -> AsyncIterator[Space]:
+    """A space whose addresses kube-vip announces: `vip_space.vip` is the stand-in for it."""
+    await machine.heal("kube-vip")
+    async with space_of(machine) as made:
+        network = made.pooled(0).removesuffix(".0")
+        async with KubeVip(made.api, made.name, network) as vip:
+            made.vip = vip
+            yield made

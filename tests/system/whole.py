@@ -121,6 +121,12 @@ class Whole:
         child.send(signal.SIGKILL)
         await child.wait(10)
 
+    async def end(self, name: str) -> int | None:
+        """SIGTERM; returns the exit code."""
+        child = self.stack.child(name)
+        await child.stop((signal.SIGTERM, 11.0))
+        return child.exit_code
+
     async def respawn(self, name: str) -> None:
         self.stack.spawn(name)
 
@@ -130,7 +136,7 @@ class Whole:
             return
         self.announcer = announcer
         self._per_service["applier"]["LBLEDGER_APPLIER_ANNOUNCER"] = announcer
-        await self.stack.child("applier").stop((signal.SIGTERM, 11.0))
+        await self.end("applier")
         self.stack.spawn("applier")
         await self.stack.service_ready("applier")
 
@@ -237,6 +243,14 @@ class Api:
         async with self._http.request(verb, url, json=body) as reply:
             return dict(await reply.json())
 
+    async def readiness(self, service: str) -> tuple[bool, str]:
+        """Whether a service says that it is ready, and what it says of the parts that are not."""
+        url = f"{self._whole.stack.health_url(service)}/readyz"
+        async with self._http.get(url) as reply:
+            parts = (await reply.json())["parts"]
+            why = "; ".join(f"{k}: {v['why']}" for k, v in parts.items() if not v["ready"])
+            return reply.status == 200, why
+
     async def watch(
         self, kind: str, namespace: str = "", version: str = ""
     ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
@@ -246,6 +260,8 @@ class Api:
         query = {"watch": "1", **({"resourceVersion": version} if version else {})}
         timeout = aiohttp.ClientTimeout(total=None, sock_read=None)
         async with self._http.get(url, params=query, headers=headers, timeout=timeout) as reply:
+            if reply.status >= 400:
+                raise Refused(reply.status, {"message": await reply.text()})
             async for line in reply.content:
                 event = json.loads(line)
                 yield event["type"], event["object"]
@@ -269,6 +285,8 @@ class Space:
         self.backends = Backends()
         self.port = whole.port
         self.pools: list[str] = []
+        self.nodes: list[str] = []
+        self.vip: Any = None  # the announcer's stand-in, where a test has one
         self._vms = itertools.count(1)
 
     async def open(self) -> None:
@@ -284,6 +302,8 @@ class Space:
         await eventually(self._left, SETTLE_S, message=f"nothing is left of {self.name}")
         for pool in self.pools:
             await self.api.delete("IPPool", pool)
+        for node in self.nodes:
+            await self.api.delete("Node", node)
 
     async def _left(self) -> bool:
         held = await self.whole.rows(
@@ -410,6 +430,67 @@ class Space:
             }
         )
 
+    async def pods(self, service: str, *numbers: int, node: str = "n1") -> None:
+        """The slice of a Service of the provider: pods 10.N.9.<number> on one node."""
+        node = f"{self.name}-{node}"
+        if node not in self.nodes:
+            self.nodes.append(node)
+            internal = f"10.{self.number}.8.{len(self.nodes)}"
+            addresses = [{"type": "InternalIP", "address": internal}]
+            await self.api.create(
+                {
+                    "kind": "Node",
+                    "metadata": {"name": node},
+                    "status": {"addresses": addresses},
+                }
+            )
+        name = f"{service}-{node}"
+        endpoints = [
+            {
+                "addresses": [self.pod(number)],
+                "conditions": {"ready": True},
+                "nodeName": node,
+                "targetRef": {"kind": "Pod", "namespace": self.name, "name": f"p{number}"},
+            }
+            for number in numbers
+        ]
+        if await self.api.get("EndpointSlice", name, self.name) is not None:
+            patch = {"endpoints": endpoints}
+            await self.api.merge("EndpointSlice", name, self.name, patch)
+            return
+        await self.api.create(
+            {
+                "kind": "EndpointSlice",
+                "metadata": {
+                    "name": name,
+                    "namespace": self.name,
+                    "labels": {"kubernetes.io/service-name": service},
+                },
+                "addressType": "IPv4",
+                "ports": [{"name": "http", "port": self.port, "protocol": "TCP"}],
+                "endpoints": endpoints,
+            }
+        )
+
+    def pod(self, number: int) -> str:
+        return f"10.{self.number}.9.{number}"
+
+    async def provided(self, service: str) -> set[str]:
+        """The addresses of a Service that the provider holds, wherever they are."""
+        found = await self.api.get("Service", service, self.name)
+        assert found is not None, f"no service {service}"
+        return provided(await self.api.provider("GET", "state"), found["metadata"]["uid"])
+
+    async def provider_has(self, service: str, *numbers: int, timeout: float = SETTLE_S) -> None:
+        wanted = {self.pod(number) for number in numbers}
+
+        async def equal() -> bool:
+            found = await self.provided(service)
+            assert found == wanted, found
+            return True
+
+        await eventually(equal, timeout, message=f"the provider holds {sorted(wanted)}")
+
     async def edit(self, name: str, **spec: Any) -> dict[str, Any]:
         return await self.api.merge("LoadBalancer", name, self.name, {"spec": spec})
 
@@ -531,22 +612,33 @@ def condition(status: Mapping[str, Any], type_: str = "Ready") -> dict[str, Any]
     return {}
 
 
+def provided(state: Mapping[str, Any], uid: str) -> set[str]:
+    """The addresses that the provider holds for one service."""
+    return {
+        address["address"]
+        for gateway in state["gateways"].values()
+        for location in gateway["addressLocations"]
+        for address in location["addresses"]
+        if uid in address["services"]
+    }
+
+
 class Recorder:
-    """Every version of some kinds that the API server shows, in order, seen by a watch of our own
-    that resumes where it broke off. `changes` is (kind, type, object)."""
+    """Every version of some kinds that the API server shows, in order, seen by a watch of our own.
+
+    It resumes where it broke off; where the server's history has gone it lists anew and goes on.
+    `changes` is (kind, type, object).
+    """
 
     def __init__(self, api: Api, namespace: str, *kinds: str) -> None:
         self._api, self._namespace, self._kinds = api, namespace, kinds
         self.changes: list[tuple[str, str, dict[str, Any]]] = []
-        self.missed = 0  # times that the history had gone and we had to begin again
+        self._known: dict[tuple[str, str, str], dict[str, Any]] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Recorder:
         for kind in self._kinds:
-            listed = await self._api.send("GET", path_of(kind, self._namespace))
-            for found in listed["items"]:
-                self.changes.append((kind, "ADDED", {"kind": kind, **found}))
-            version = listed["metadata"]["resourceVersion"]
+            version = await self._list(kind)
             self._tasks.append(asyncio.create_task(self._follow(kind, version)))
         return self
 
@@ -555,17 +647,45 @@ class Recorder:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    async def _list(self, kind: str) -> str:
+        listed = await self._api.send("GET", path_of(kind, self._namespace))
+        there = set()
+        for found in listed["items"]:
+            there.add(self._note(kind, "ADDED", found))
+        for key in [k for k in self._known if k[0] == kind and k not in there]:
+            self._note(kind, "DELETED", self._known[key])
+        return str(listed["metadata"]["resourceVersion"])
+
+    def _note(self, kind: str, type_: str, found: dict[str, Any]) -> tuple[str, str, str]:
+        meta = found["metadata"]
+        key = (kind, meta.get("namespace", ""), meta["name"])
+        if type_ == "DELETED":
+            self._known.pop(key, None)
+        elif (
+            self._known.get(key, {}).get("metadata", {}).get("resourceVersion")
+            == (meta["resourceVersion"])
+        ):
+            return key  # listed again
+        else:
+            self._known[key] = found
+        self.changes.append((kind, type_, found))
+        return key
+
     async def _follow(self, kind: str, version: str) -> None:
         while True:
-            with contextlib.suppress(aiohttp.ClientError, OSError, ValueError, Refused):
-                async for type_, found in self._api.watch(kind, self._namespace, version):
-                    if type_ == "ERROR":
-                        self.missed += 1
-                        version = ""
-                        break
-                    version = found["metadata"]["resourceVersion"]
-                    if type_ != "BOOKMARK":
-                        self.changes.append((kind, type_, found))
+            with contextlib.suppress(aiohttp.ClientError, OSError, ValueError):
+                try:
+                    if not version:
+                        version = await self._list(kind)
+                    async for type_, found in self._api.watch(kind, self._namespace, version):
+                        if type_ == "ERROR":
+                            version = ""
+                            break
+                        version = found["metadata"]["resourceVersion"]
+                        if type_ != "BOOKMARK":
+                            self._note(kind, type_, found)
+                except Refused as error:
+                    version = "" if error.code == 410 else version
             await asyncio.sleep(0.05)
 
     def of(self, kind: str, name: str = "") -> list[dict[str, Any]]:
@@ -582,9 +702,10 @@ async def space_of(whole: Whole) -> AsyncIterator[Space]:
     async with aiohttp.ClientSession(timeout=timeout) as http:
         space = Space(whole, http)
         await space.open()
-        yield space
-        # Not in a finally: a test that failed leaves its objects for whoever looks into it.
-        await space.close()
+        try:
+            yield space
+        finally:
+            await space.close()
 
 
 async def gather(*waits: Awaitable[Any]) -> list[Any]:
