@@ -118,7 +118,9 @@ def decide(known: Known | None, seen: Observation) -> tuple[Fact, ...]:
             return (_tombstone(known, seen, "deleted", seen.version),)
         case Absence():
             # A uid of "" is a message that no watcher wrote: nothing of ours is gone with it.
-            if known is None or known.gone or not known.uid or _ahead(known, seen.listing):
+            if known is None or not known.uid or _ahead(known, seen.listing):
+                return ()
+            if known.gone and not _from_the_future(known, seen.listing):
                 return ()
             version = seen.listing.version or known.version
             return (_tombstone(known, seen, "vanished", version),)
@@ -161,7 +163,8 @@ def _decide_sight(known: Known | None, seen: Sight) -> tuple[Fact, ...]:
     if known.gone:
         return (_appearance(known, seen),)
     if known.uid == seen.uid:
-        return () if known.digest == seen.digest else (_appearance(known, seen),)
+        same = known.digest == seen.digest and not _from_the_future(known, seen.listing)
+        return () if same else (_appearance(known, seen),)
     gone = _tombstone(known, seen, "replaced", known.version)
     return (gone, _appearance(gone.after, seen))
 
@@ -213,6 +216,12 @@ def _ahead(known: Known, listing: Listing) -> bool:
     if listing.rewound or not known.version.isdecimal() or not listing.version.isdecimal():
         return False
     return newer(known.version, listing.version)
+
+
+def _from_the_future(known: Known, listing: Listing | None) -> bool:
+    """Whether the fact has a version that a store, put back, will reach again: it has to be said
+    with a lower one, or what comes would look old to every watcher."""
+    return listing is not None and listing.rewound and newer(known.version, listing.version)
 
 
 def _appearance(known: Known | None, seen: Sight) -> Fact:
