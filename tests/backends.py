@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections.abc import Awaitable, Callable
 
 
 class Backends:
@@ -17,23 +18,38 @@ class Backends:
 
     async def answer(self, address: str, port: int) -> int:
         """Accept connections at the address; returns the port (0: any free one)."""
+        (taken,) = await self.answer_all([address], port)
+        return taken
 
+    async def answer_all(self, addresses: list[str], port: int) -> list[int]:
+        """The same at many addresses, all at one instant as far as this loop can see."""
+        listeners = [_listener(address, port) for address in addresses]
+        taken = [int(listener.getsockname()[1]) for listener in listeners]
+        for address, listener, bound in zip(addresses, listeners, taken, strict=True):
+            server = await asyncio.start_server(self._accept(address), sock=listener)
+            self._servers[address, bound] = server
+        return taken
+
+    def _accept(self, address: str) -> Callable[..., Awaitable[None]]:
         async def accepted(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             self.connections[address] = self.connections.get(address, 0) + 1
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
 
-        server = await asyncio.start_server(accepted, address, port, reuse_address=True)
-        taken = server.sockets[0].getsockname()[1]
-        self._servers[address, taken] = server
-        return int(taken)
+        return accepted
 
     async def refuse(self, address: str, port: int) -> None:
         """Close the listener: connections are refused from now on."""
-        server = self._servers.pop((address, port))
-        server.close()
-        await server.wait_closed()
+        await self.refuse_all([address], port)
+
+    async def refuse_all(self, addresses: list[str], port: int) -> None:
+        """The same at many addresses, all at one instant as far as this loop can see."""
+        servers = [self._servers.pop((address, port)) for address in addresses]
+        for server in servers:
+            server.close()
+        for server in servers:
+            await server.wait_closed()
 
     def stall(self, address: str, port: int) -> None:
         """A listener whose queue is full: connections get no answer at all."""
@@ -55,6 +71,14 @@ class Backends:
         for held in self._stalled.values():
             for sock in held:
                 sock.close()
+
+
+def _listener(address: str, port: int) -> socket.socket:
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((address, port))
+    listener.listen(128)
+    return listener
 
 
 def free_port() -> int:
