@@ -193,6 +193,7 @@ view = sa.Table(
     _time("gate_until"),
     sa.Column("last_number", sa.BigInteger, nullable=False, server_default="0"),
     sa.Column("drift_found", sa.BigInteger, nullable=False, server_default="0"),
+    _time("repair_asked_at"),
     sa.CheckConstraint("one", name="single_row"),
     schema=SCHEMA,
     comment="When the provider was last read completely, and until when it asked us to wait.",

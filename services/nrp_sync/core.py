@@ -207,3 +207,18 @@ def finished(state: State, plural: str) -> None:
     state.synced.add(plural)
     state.stuck = False
     state.check_releases = True
+
+
+def repair(state: State, now: float) -> None:
+    """Somebody asks: read the provider again, and try what was put aside."""
+    state.read_wanted = True
+    state.lanes["read"].retry_at = now
+    for key in sorted(state.operations):
+        op = state.operations[key]
+        if op.parked:
+            op.retry_at = now
+            state.touch(op)
+    for kept in state.quarantine.values():
+        kept.retry_at = now
+    state.dirty_quarantine.update(state.quarantine)
+    state.stuck = False

@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from datetime import UTC, datetime
 
+import sqlalchemy as sa
 import structlog
 
 from services.kit.config import NrpSettings
 from services.kit.projector import Projector
 from services.kit.retry import wait_or_stop
 from services.kit.runtime import Runtime
-from services.nrp_sync import effects
+from services.nrp_sync import effects, store
 from services.nrp_sync.connecting import connect
 from services.nrp_sync.diff import Limits
 from services.nrp_sync.operations import Retrying
-from services.nrp_sync.projection import Ended, NrpProjection, Tick
+from services.nrp_sync.projection import Ended, NrpProjection, Repair, Tick
 from services.nrp_sync.provider import Provider
 from services.nrp_sync.state import Done, Failed, Outcome, Policy, Request
 
 log = structlog.get_logger()
 LONGEST_REST = 1.0
+REPAIR_POLL = 1.0
 WORRYING = ("unreachable", "unknown", "auth_failed", "unreadable")
 
 
@@ -38,6 +41,7 @@ async def run(rt: Runtime) -> None:
         worker = Worker(rt, projector, projection, provider)
         async with asyncio.TaskGroup() as group:
             group.create_task(worker.run())
+            group.create_task(watch_for_repairs(rt, projector))
             group.create_task(projector.run())
     finally:
         await provider.close()
@@ -61,6 +65,23 @@ def policy_of(settings: NrpSettings) -> Policy:
             cooldown=settings.park_s,
         ),
     )
+
+
+async def watch_for_repairs(rt: Runtime, projector: Projector) -> None:
+    """Look for the note that `lbledger nrp repair` leaves."""
+    engine = await rt.engine()
+    since = datetime.now(UTC)
+    while not await wait_or_stop(rt.stop, REPAIR_POLL):
+        try:
+            async with asyncio.timeout(10):
+                asked = await store.repair_asked_at(engine)
+        except (sa.exc.SQLAlchemyError, OSError, TimeoutError):
+            continue  # the projector says what is wrong with the database
+        if asked is not None and asked > since:
+            since = asked
+            if projector.active:
+                log.info("nrp.repair_asked")
+                await projector.asubmit(Repair())
 
 
 class Worker:

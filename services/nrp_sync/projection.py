@@ -30,6 +30,10 @@ class Tick(msgspec.Struct, frozen=True):
     """Time has passed: begin what is due."""
 
 
+class Repair(msgspec.Struct, frozen=True):
+    """Somebody asked for a reading and a new try of what was put aside."""
+
+
 class Ended(msgspec.Struct, frozen=True):
     """A request of ours ended."""
 
@@ -142,6 +146,8 @@ class NrpProjection:
             case Tick():
                 outcomes.release_orphans(self.state, now)
                 planning.plan(self.state, now)
+            case Repair():
+                core.repair(self.state, now)
             case Ended(number, outcome):
                 outcomes.finish(self.state, number, outcome, now)
                 self.flying.discard(number)

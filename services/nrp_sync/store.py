@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql as pg
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from schema import events
 from schema.tables import nrp_sync as t
@@ -173,6 +173,13 @@ def _seconds(moment: datetime | None) -> float:
 
 def _moment(seconds: float) -> datetime | None:
     return stamp(seconds) if seconds else None
+
+
+async def repair_asked_at(engine: AsyncEngine) -> datetime | None:
+    """When somebody last asked for a repair."""
+    async with engine.connect() as conn:
+        asked: datetime | None = await conn.scalar(sa.select(t.view.c.repair_asked_at))
+        return asked
 
 
 # --- requests -----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import msgspec
 
 from sandbox.nrp import NrpServer
 from schema import events, objects
-from schema.names import NRP_CLASS, NRP_FINALIZER, SERVICE_NAME_LABEL
+from schema.names import EGRESS_LABEL, NRP_CLASS, NRP_FINALIZER, SERVICE_NAME_LABEL
 from services.kit import config
 from services.kit.bus import Bus
 from services.kit.runtime import Runtime
@@ -95,6 +95,25 @@ def node(name, *addresses, number=900):
         metadata=objects.ObjectMeta(name=name, uid=uid(number)),
         status=objects.NodeStatus(
             addresses=[objects.NodeAddress(type="InternalIP", address=a) for a in addresses]
+        ),
+    )
+
+
+def pod(name, number, label, *addresses, node_name="n1", finalizer=True, phase="Running", **meta):
+    return objects.Pod(
+        metadata=objects.ObjectMeta(
+            **{
+                "name": name,
+                "namespace": "default",
+                "uid": uid(number),
+                "labels": {EGRESS_LABEL: label},
+                "finalizers": [NRP_FINALIZER] if finalizer else None,
+            }
+            | meta
+        ),
+        spec=objects.PodSpec(node_name=node_name),
+        status=objects.PodStatus(
+            phase=phase, pod_ips=[objects.PodIP(ip=address) for address in addresses] or None
         ),
     )
 
@@ -209,6 +228,7 @@ class Rig:
         ]
 
     async def image(self, name: str) -> events.ProviderStateChanged | None:
+        """The last image of a Service, or of a Pod."""
         rows = await self.rows("select image from nrp_sync.told where name = $1", name)
         if not rows:
             return None
