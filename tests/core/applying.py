@@ -43,7 +43,7 @@ class Api:
     def __init__(self, *, subresource: bool = True, prunes: bool = False) -> None:
         self.objects: dict[ObjectRef, dict[str, Any]] = {}
         self.subresource, self.prunes = subresource, prunes
-        self.version = 100
+        self.version = 5  # so that versions of more digits come soon
         self.uids = itertools.count(1)
         self.events: list[tuple[ObjectRef, Any, Any, str]] = []
         self.writes: list[Write] = []
@@ -338,10 +338,10 @@ class World:
             self.state.observe(ref, old, new, uid)
 
     def step(self, entity: str) -> Plan:
-        """Plan for one entity and make its writes."""
+        """Plan for one entity and make its writes, the last first: they go out together."""
         self.state.dirty.pop(entity, None)
         made = plan(self.state, entity, self.now)
-        for outcome in [self.api.perform(write, self.now) for write in made.writes]:
+        for outcome in [self.api.perform(w, self.now) for w in reversed(made.writes)]:
             self.state.settle(outcome)
             for check in self.checks:
                 check()

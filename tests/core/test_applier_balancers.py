@@ -197,9 +197,9 @@ def test_slice_stands_before_an_announcer_hears_of_the_address():
     world.grant(owner, "192.0.2.10")
     assert world.wait(5) != [] or world.service() is None
     assert world.service() is None, "no Service before the first word about backends"
+    world.checks.append(lambda: world.service() is None or world.slice() is not None)
     world.resolve(owner)
-    writes = world.wait(1)
-    order = [write.target for write in writes]
+    order = [write.target for write in world.wait(1)]
     assert order.index("EndpointSlice") < order.index("Service")
 
 
@@ -445,3 +445,45 @@ def test_transition_time_moves_with_the_status_only():
     world.wait(1)
     third = world.condition(owner, "BackendsHealthy")
     assert third.last_transition_time > second.last_transition_time
+
+
+def test_status_waits_for_the_echo_of_the_ingress_but_not_for_ever():
+    """One status write tells the whole story; without an echo it tells what is shown, in time."""
+    for shown in (True, False):
+        world = World()
+        owner = world.balancer()
+        world.grant(owner, "192.0.2.10")
+        world.resolve(owner, backend())
+        world.deliver()
+        first = world.run(show=False)
+        assert said(first) == ["EndpointSlice", "Service", "Service/status"]
+        if not shown:
+            world.deliver = lambda count=None: None  # the watcher is behind
+        assert said(world.wait(1)) == ["LoadBalancer/status"]
+        assert world.condition(owner).status == ("True" if shown else "False")
+
+
+def test_a_verdict_older_than_the_image_says_nothing():
+    """The two come on two subjects: what the image already knew does not undo it."""
+    world, owner = ready_world()
+    revision = world.revisions[owner.uid]
+    world.revisions[owner.uid] = revision - 1
+    world.verdict(owner, backend(), False)
+    assert world.wait(1) == []
+    assert world.condition(owner).status == "True"
+
+
+def test_an_owner_without_a_lease_is_forgotten_when_it_goes():
+    """Nothing is kept of what is gone and holds nothing; a late word does not bring it back."""
+    world = World()
+    owner = world.balancer()
+    world.refuse(owner)
+    world.resolve(owner)
+    world.wait(1)
+    world.api.put(owner.ref, None)
+    world.run()
+    assert world.state.owners == {}
+    world.resolve(owner)
+    world.refuse(owner)
+    assert world.state.owners == {}
+    assert not any(key.name == "web" for key in world.state.targets)

@@ -3,6 +3,7 @@
 import pytest
 
 from schema.subjects import ObjectRef
+from services.applier.planning import plan
 from services.applier.shapes import Announcing
 from services.applier.targets import CONTESTED_REPAIRS, Options
 from tests.core.applying import LISTENERS, World, backend, said
@@ -97,13 +98,31 @@ def test_report_31_a_conflict_is_read_again_and_written_once(ready):
 
 
 def test_a_stale_fact_is_not_taken_for_a_change(ready):
-    """A fact from before our own write, shown late, leads to no second write."""
+    """A fact from before our own write, shown after it, leads to no second write."""
+    world, owner = ready
+    world.api.edit(SLICE, endpoints=[])
+    world.api.edit(SLICE, ports=[])
+    world.resolve(owner, backend(), backend("vm2", "10.52.1.8"))
+    world.run(show=False)
+    for _ in range(2):
+        world.deliver(1)
+        assert world.run(show=False) == []
+    assert world.wait(1) == []
+    assert len(world.slice().endpoints) == 2
+
+
+def test_a_late_answer_does_not_hide_a_newer_fact(ready):
+    """An edit that the watcher showed before the answer to our write came is still undone."""
     world, owner = ready
     world.resolve(owner, backend(), backend("vm2", "10.52.1.8"))
-    world.api.edit(SLICE, metadata={"labels": {"x": "y"}})
-    writes = world.run(show=False)
-    assert said(writes) == ["EndpointSlice", "LoadBalancer/status"]
-    assert world.wait(1) == []
+    made = plan(world.state, owner.uid, world.now)
+    (write,) = [w for w in made.writes if w.target == "EndpointSlice"]
+    outcome = world.api.perform(write, world.now)
+    world.api.edit(SLICE, endpoints=[])
+    world.deliver()
+    world.state.settle(outcome)
+    world.wait(1)
+    assert len(world.slice().endpoints) == 2
 
 
 def test_report_62_foreign_fields_in_the_ingress_are_no_difference(ready):
