@@ -7,7 +7,7 @@ SQLAlchemy's, so callers sort them as they do all others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,27 @@ async def copy(
     with errors(f"copy {table.fullname}"):
         await (await _driver(conn)).copy_records_to_table(
             table.name, schema_name=table.schema, columns=columns, records=records
+        )
+
+
+async def copy_text(
+    conn: AsyncConnection, table: sa.Table, columns: Sequence[str], lines: Iterable[str]
+) -> None:
+    """The same from lines in COPY's text format, for types that the driver has no binary form of.
+
+    They go as one piece: of a file the driver reads each part in a thread of its own.
+    """
+
+    async def source() -> AsyncIterator[bytes]:
+        yield "".join(lines).encode()
+
+    with errors(f"copy {table.fullname}"):
+        await (await _driver(conn)).copy_to_table(
+            table.name,
+            schema_name=table.schema,
+            columns=columns,
+            source=source(),
+            format="text",
         )
 
 
