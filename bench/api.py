@@ -73,9 +73,10 @@ async def main(count: int, ready: Path) -> None:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     size = sum(len(chunk) for chunk in chunks)
-    ready.write_text(
-        json.dumps({"port": runner.addresses[0][1], "pid": os.getpid(), "bytes": size})
-    )
+    facts = {"port": runner.addresses[0][1], "pid": os.getpid(), "bytes": size}
+    written = ready.with_suffix(".part")
+    written.write_text(json.dumps(facts))
+    written.rename(ready)  # whoever waits for the file never reads half of it
     await asyncio.sleep(600)
 
 

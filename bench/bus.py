@@ -13,7 +13,7 @@ from pathlib import Path
 from bench.harness import Figure, Row, cpu_s
 from sandbox.servers import NatsServer
 from schema import subjects
-from services.kit import config
+from services.kit import config, garbage
 from services.kit.bus import Bus, Outgoing
 from services.kit.kube import Kube, Resource
 from services.kit.runtime import Runtime
@@ -45,6 +45,7 @@ async def watch_to_fact(quick: bool) -> list[Figure]:
 
 
 async def _watch(nats_url: str, kubeconfig: str, count: int) -> tuple[float, float]:
+    garbage.tune()  # as every process of a service does
     rt = Runtime.create("watcher", config.load({"LBLEDGER_NATS_URL": nats_url}))
     bus = await rt.bus()
     kube = await Kube.connect(kubeconfig)
