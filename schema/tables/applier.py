@@ -32,6 +32,15 @@ pool = sa.Table(
     comment="The newest account of each pool.",
 )
 
+pool_import = sa.Table(
+    "pool_import",
+    metadata,
+    sa.Column("uid", sa.Text, primary_key=True),
+    sa.Column("doc", pg.JSONB, nullable=False),
+    schema="applier",
+    comment="Pools of kube-vip's ConfigMaps that are still to be created.",
+)
+
 history = sa.Table(
     "history",
     metadata,

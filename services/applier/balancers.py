@@ -18,6 +18,7 @@ from services.applier.plans import (
     digest_of,
     ingress_write,
     marks_of,
+    notice_of,
     service_write,
     slice_write,
     status_write,
@@ -32,6 +33,11 @@ def load_balancer(made: Plan, doc: OwnerDoc, lb: objects.LoadBalancer) -> None:
     known = state.known(doc.owner.ref)
     if known is None:
         return  # the API server says that it is gone; the watcher will
+    if doc.condemned is not None:
+        _delete(made, doc, lb)
+        return
+    if not doc.decided_on_address:
+        return
     cluster = lb.spec.workload_type == "cluster"
     shown = None
     if not cluster and doc.backends is not None:
@@ -56,6 +62,26 @@ def load_balancer(made: Plan, doc: OwnerDoc, lb: objects.LoadBalancer) -> None:
     if held(made, doc, patch, new=not (known.status and known.status.conditions)):
         return
     made.add(status_write(made, doc, known, patch.status, wanted, marks))
+
+
+def _delete(made: Plan, doc: OwnerDoc, lb: objects.LoadBalancer) -> None:
+    """Nothing stands behind it any more."""
+    assert doc.condemned is not None
+    made.notices.append(notice_of(lb, doc.condemned))
+    made.add(
+        Write(
+            key=Key(*doc.owner.ref),
+            entity=made.entity,
+            owner=doc.owner,
+            target="LoadBalancer",
+            verb="delete",
+            body=None,
+            digest=f"delete {doc.uid}",
+            uid=doc.uid,
+            reason=doc.condemned.reason,
+            message=doc.condemned.message,
+        )
+    )
 
 
 def _data_path(made: Plan, doc: OwnerDoc, lb: objects.LoadBalancer) -> None:

@@ -20,11 +20,14 @@ from schema import events, objects
 from schema.subjects import ObjectRef
 from services.applier.documents import (
     Bookings,
+    ImportDoc,
     OwnerDoc,
     PoolDoc,
     fold,
+    fold_answer,
     fold_booking,
     fold_pool,
+    import_of,
 )
 from services.applier.shapes import LB_KIND, made_key
 from services.applier.statuses import Form
@@ -44,13 +47,15 @@ FORGET_GONE: Final = 50_000
 
 
 class State:
-    """Everything the applier knows. Entities are owners by uid, and pools as `pool:<name>`."""
+    """Everything the applier knows. Entities are owners by uid, pools as `pool:<name>`, and imports
+    of pools as `import:<uid of the ConfigMap>`."""
 
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or Options()
         self.forms: dict[str, Form] = {"loadbalancers": Form(), "ippools": Form()}
         self.owners: dict[str, OwnerDoc] = {}
         self.pools: dict[str, PoolDoc] = {}
+        self.imports: dict[str, ImportDoc] = {}  # by uid of the ConfigMap
         self.books: dict[str, Bookings] = {}
         self.targets: dict[Key, Target] = {}
         self.shown: dict[ObjectRef, View] = {}
@@ -126,6 +131,8 @@ class State:
                 self.touch(uid)
         for name in self.pools:
             self.touch(pool_entity(name))
+        for uid in self.imports:
+            self.touch(import_entity(uid))
 
     def settled(self, entity: str) -> None:
         """The cluster shows all that is wanted for this entity."""
@@ -162,7 +169,8 @@ class State:
 
     def _entities(self, ref: ObjectRef, old: View | None, new: View | None) -> Iterable[str]:
         if ref.plural == "ippools":
-            return [pool_entity(ref.name)] if ref.name in self.pools else []
+            importing = [import_entity(uid) for uid in self.imports]
+            return [*importing, *([pool_entity(ref.name)] if ref.name in self.pools else [])]
         found = [view.metadata.uid for view in (old, new) if view is not None]
         if ref.plural in ("services", "endpointslices"):
             found += [uid for view in (old, new) for uid in _owner_uids(view)]
@@ -208,11 +216,13 @@ class State:
 
     def decide(self, event: events.AnyEvent) -> None:
         """Take one decision of another service."""
-        if isinstance(event, events.PoolAccounted):
-            pool = self.pools.setdefault(event.pool, PoolDoc(name=event.pool))
-            if fold_pool(pool, event):
-                self.unsaved.pools.add(event.pool)
-                self.touch(pool_entity(event.pool))
+        if isinstance(event, events.PoolAccounted | events.ReleaseAnswered):
+            self._pool_said(event)
+            return
+        if isinstance(event, events.PoolsImported):
+            self.imports[event.uid] = import_of(event)
+            self.unsaved.imports.add(event.uid)
+            self.touch(import_entity(event.uid))
             return
         owner: events.Owner | None = getattr(event, "owner", None)
         if owner is None or owner.plural not in ("loadbalancers", "services"):
@@ -231,6 +241,39 @@ class State:
         self.unsaved.owners.add(owner.uid)
         if owner.uid in self._gone and doc.idle:
             self.forget(owner.uid)
+
+    def _pool_said(self, event: events.PoolAccounted | events.ReleaseAnswered) -> None:
+        pool = self.pools.setdefault(event.pool, PoolDoc(name=event.pool, uid=event.uid))
+        if isinstance(event, events.PoolAccounted):
+            changed = fold_pool(pool, event)
+        else:
+            changed = pool.uid == event.uid and fold_answer(pool, event)
+        if changed:
+            self.unsaved.pools.add(event.pool)
+            self.touch(pool_entity(event.pool))
+
+    def told(self, entity: str) -> None:
+        """What was to be told about an entity has been."""
+        kind, _, name = entity.partition(":")
+        if kind == "pool" and name in self.pools:
+            self.pools[name].tell = []
+            self.unsaved.pools.add(name)
+        elif kind == "import" and name in self.imports:
+            self.imports[name].tell = []
+            self.unsaved.imports.add(name)
+        elif entity in self.owners:
+            self.owners[entity].tell = []
+            self.unsaved.owners.add(entity)
+
+    def answered(self, name: str) -> None:
+        """The annotation that a pool's answer speaks of is gone, or says something else."""
+        self.pools[name].answer = None
+        self.unsaved.pools.add(name)
+
+    def imported(self, uid: str) -> None:
+        """Every pool of an import exists, and its ConfigMap says so."""
+        if self.imports.pop(uid, None) is not None:
+            self.unsaved.imports.add(uid)
 
     def _book(self, event: events.AnyEvent) -> None:
         if isinstance(event, events.LeaseGranted | events.LeaseAdopted | events.LeaseReleased):
@@ -260,6 +303,10 @@ class State:
             target.reason, target.message = outcome.reason, outcome.message
         target.digest = outcome.digest
         self.unsaved.targets.add(outcome.key)
+        if outcome.key.plural == "configmaps" and outcome.outcome != "failed":
+            # Marked; or another one by now, which the allocator will speak of if it must.
+            self.imported(outcome.entity.removeprefix("import:"))
+            return
         if outcome.seen is not None:
             self._answered(outcome)
         self.dirty[outcome.entity] = None
@@ -320,6 +367,7 @@ class Unsaved:
         self.owners: set[str] = set()
         self.bumped: set[str] = set()  # owners of which only the generations changed
         self.pools: set[str] = set()
+        self.imports: set[str] = set()
         self.history: set[tuple[str, str]] = set()
         self.targets: set[Key] = set()
         self.forms: set[str] = set()
@@ -327,6 +375,10 @@ class Unsaved:
 
 def pool_entity(name: str) -> str:
     return f"pool:{name}"
+
+
+def import_entity(uid: str) -> str:
+    return f"import:{uid}"
 
 
 def _granted(event: events.AnyEvent) -> bool:

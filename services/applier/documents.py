@@ -12,6 +12,8 @@ import msgspec
 
 from schema import events
 
+TELL_LIMIT = 20  # things to tell about one object, at most
+
 
 class Lease(msgspec.Struct, frozen=True, omit_defaults=True):
     lease: str
@@ -69,6 +71,21 @@ class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
     updated: str
 
 
+class Said(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Something to tell a person once, by a Kubernetes Event."""
+
+    reason: str
+    message: str
+    warning: bool = True
+
+
+class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What became of a request by annotation; the annotation goes while it still says `request`."""
+
+    request: str
+    said: Said
+
+
 class OwnerDoc(msgspec.Struct, omit_defaults=True):
     """All that is decided about one object. `generation` grows with what is to be written,
     `applied` is the generation at which the cluster last showed all of it."""
@@ -85,6 +102,8 @@ class OwnerDoc(msgspec.Struct, omit_defaults=True):
     provider: Provider | None = None
     marks: dict[str, Mark] = {}
     noticed: str = ""
+    tell: list[Said] = []
+    condemned: Said | None = None  # to be deleted
     made: dict[str, str] = {}  # "<plural>/<name>" of an object that we made -> its uid
     generation: int = 0
     applied: int = 0
@@ -101,6 +120,11 @@ class OwnerDoc(msgspec.Struct, omit_defaults=True):
 
     @property
     def decided(self) -> bool:
+        """Whether there is anything to write or to tell about it."""
+        return bool(self.decided_on_address or self.tell or self.condemned)
+
+    @property
+    def decided_on_address(self) -> bool:
         """Whether anybody has said anything about its address, now or before."""
         said = self.leases or self.delegated or self.refusal or self.provider
         return bool(said or self.noticed)
@@ -133,6 +157,18 @@ class PoolDoc(msgspec.Struct, omit_defaults=True):
     accounted: bool = False
     marks: dict[str, Mark] = {}
     noticed: str = ""
+    tell: list[Said] = []
+    answer: Answer | None = None
+
+
+class ImportDoc(msgspec.Struct, omit_defaults=True):
+    """Pools of a kube-vip ConfigMap, to be created before it is marked as converted."""
+
+    namespace: str
+    name: str
+    uid: str
+    pools: list[events.ImportedPool]
+    tell: list[Said] = []
 
 
 class Bookings(msgspec.Struct):
@@ -160,6 +196,12 @@ def fold(doc: OwnerDoc, event: events.Decision) -> bool:
         case events.AddressDelegated():
             changed = doc.delegated != event.address or doc.refusal is not None
             doc.delegated, doc.refusal = event.address, None
+            return changed
+        case events.AddressContested():
+            return _told(doc, Said("AddressContested", event.message))
+        case events.OwnerCondemned():
+            changed = doc.condemned is None
+            doc.condemned = Said(event.reason, event.message, warning=False)
             return changed
         case events.BackendsResolved():
             return _resolved(doc, event)
@@ -264,6 +306,32 @@ def with_verdicts(image: Backends, event: events.HealthChanged) -> Backends:
     )
 
 
+def _told(doc: OwnerDoc | PoolDoc, said: Said) -> bool:
+    if said in doc.tell:
+        return False
+    doc.tell = [*doc.tell, said][-TELL_LIMIT:]
+    return True
+
+
+def fold_answer(doc: PoolDoc, event: events.ReleaseAnswered) -> bool:
+    """Take the answer to a request for release."""
+    reason = "AddressReleased" if event.released else "ReleaseRefused"
+    said = Said(reason, event.message, warning=not event.released)
+    doc.answer = Answer(event.request, said)
+    _told(doc, said)
+    return True
+
+
+def import_of(event: events.PoolsImported) -> ImportDoc:
+    return ImportDoc(
+        event.namespace,
+        event.name,
+        event.uid,
+        event.pools,
+        [Said("InvalidPool", problem) for problem in event.problems[:TELL_LIMIT]],
+    )
+
+
 def fold_pool(doc: PoolDoc, event: events.PoolAccounted) -> bool:
     """Take an account of the pool; returns whether it says anything new."""
     fresh = PoolDoc(
@@ -279,8 +347,9 @@ def fold_pool(doc: PoolDoc, event: events.PoolAccounted) -> bool:
         accounted=True,
     )
     if fresh.uid != doc.uid:
-        doc.marks, doc.noticed = {}, ""
+        doc.marks, doc.noticed, doc.tell, doc.answer = {}, "", [], None
     fresh.marks, fresh.noticed = doc.marks, doc.noticed
+    fresh.tell, fresh.answer = doc.tell, doc.answer
     if fresh == doc:
         return False
     for field in msgspec.structs.fields(PoolDoc):

@@ -11,61 +11,53 @@ decided about, or for an object of our name that is not ours.
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
+from datetime import datetime
 
 from schema import events, objects
-from schema.subjects import ObjectRef
-from services.applier import balancers, conditions, statuses, tickets
+from services.applier import balancers, pools, tickets
 from services.applier.core import State
-from services.applier.documents import Bookings, PoolDoc
-from services.applier.plans import Plan, marks_of, status_write
-from services.applier.targets import Key
+from services.applier.plans import Plan, notice_of
 
 
 def plan(state: State, entity: str, now: datetime) -> Plan:
     """What to write now for an entity."""
-    if entity.startswith("pool:"):
-        name = entity.removeprefix("pool:")
-        doc = state.pools.get(name)
-        uid = doc.uid if doc else ""
-        made = Plan(
-            state, entity, events.Owner(plural="ippools", namespace="", name=name, uid=uid), now
-        )
-        if doc is not None and doc.accounted and state.ready():
-            _pool(made, doc)
+    kind, _, name = entity.partition(":")
+    if kind == "pool":
+        return _pool(state, entity, name, now)
+    if kind == "import":
+        return _import(state, entity, name, now)
+    doc = state.owners.get(entity)
+    if doc is None:
+        return Plan(state, entity, _owner("", ""), now)
+    made = Plan(state, entity, doc.owner, now)
+    view = state.shown.get(doc.owner.ref)
+    if not doc.decided or not state.ready() or view is None or view.metadata.uid != doc.uid:
         return made
-    owner_doc = state.owners.get(entity)
-    if owner_doc is None:
-        return Plan(state, entity, events.Owner(plural="", namespace="", name="", uid=""), now)
-    made = Plan(state, entity, owner_doc.owner, now)
-    if owner_doc.decided and state.ready():
-        view = state.shown.get(owner_doc.owner.ref)
-        if view is not None and view.metadata.uid == owner_doc.uid:
-            if isinstance(view, objects.LoadBalancer):
-                balancers.load_balancer(made, owner_doc, view)
-            elif isinstance(view, objects.Service):
-                tickets.service(made, owner_doc)
+    made.notices += [notice_of(view, said) for said in doc.tell]
+    if isinstance(view, objects.LoadBalancer):
+        balancers.load_balancer(made, doc, view)
+    elif isinstance(view, objects.Service):
+        tickets.service(made, doc)
     return made
 
 
-def _pool(made: Plan, doc: PoolDoc) -> None:
-    state = made.state
-    ref = ObjectRef("ippools", "", doc.name)
-    known = state.known(ref)
-    if not isinstance(known, objects.IPPool) or (doc.uid and known.metadata.uid != doc.uid):
-        return
-    if known.metadata.deletion_timestamp is not None:
-        return
-    last = state.target(Key(*ref, "status")).written_at
-    due = last + timedelta(seconds=state.options.pool_status_s) if last else made.now
-    if due > made.now:
-        made.wake(due)
-        return
-    limit = state.options.pool_map_entries
-    book = state.books.get(doc.name) or Bookings()
-    parts = conditions.of_pool(doc, len(book.live), limit)
-    marks = marks_of(made, doc.marks, parts, known.status)
-    wanted = statuses.pool(doc, book, state.holder, limit)
-    patch = statuses.pool_patch(wanted, marks, known, state.forms["ippools"])
-    if patch.status:
-        made.add(status_write(made, doc, known, patch.status, wanted, marks))
+def _pool(state: State, entity: str, name: str, now: datetime) -> Plan:
+    doc = state.pools.get(name)
+    made = Plan(state, entity, _owner("ippools", name, uid=doc.uid if doc else ""), now)
+    if doc is not None and state.ready():
+        pools.pool(made, doc)
+    return made
+
+
+def _import(state: State, entity: str, uid: str, now: datetime) -> Plan:
+    doc = state.imports.get(uid)
+    if doc is None:
+        return Plan(state, entity, _owner("", ""), now)
+    made = Plan(state, entity, _owner("configmaps", doc.name, doc.namespace, uid), now)
+    if state.ready():
+        pools.imported(made, doc)
+    return made
+
+
+def _owner(plural: str, name: str, namespace: str = "", uid: str = "") -> events.Owner:
+    return events.Owner(plural=plural, namespace=namespace, name=name, uid=uid)

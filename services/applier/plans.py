@@ -18,7 +18,7 @@ from schema import events, objects
 from services.applier import conditions, shapes
 from services.applier.conditions import Part, Problem
 from services.applier.core import State
-from services.applier.documents import Mark, OwnerDoc, PoolDoc
+from services.applier.documents import Mark, OwnerDoc, PoolDoc, Said
 from services.applier.shapes import Body
 from services.applier.targets import Key, Target, repair_delay
 
@@ -73,6 +73,7 @@ class Plan:
         self.state, self.entity, self.owner, self.now = state, entity, owner, now
         self.writes: list[Write] = []
         self.wake_at: datetime | None = None
+        self.notices: list[Notice] = []
         self.pending = False  # some part is not as wanted, whether or not it can be written now
         self.problems: list[Problem] = []
 
@@ -232,18 +233,26 @@ def status_write(
 
 def _notice(known: Any, ready: Mark) -> Notice:
     kind = type(known).__name__
-    told = digest_of([known.metadata.uid, ready.status, ready.reason, ready.since, ready.updated])
+    warning = ready.status == "False" and not ready.reason.startswith("Waiting")
+    said = Said(ready.reason, ready.message or f"the {kind} is ready", warning=warning)
+    return notice_of(known, said, ready.since, ready.updated)
+
+
+def notice_of(known: Any, said: Said, *more: str) -> Notice:
+    """A Kubernetes Event about an object. Its name follows from what it says (and from `more`), so
+    telling it again makes no new one."""
+    kind, meta = type(known).__name__, known.metadata
+    told = digest_of([meta.uid, said, more])
     return Notice(
         kind=kind,
-        api_version="v1" if kind == "Service" else shapes.LB_API,
-        namespace=known.metadata.namespace,
-        name=known.metadata.name,
-        uid=known.metadata.uid,
-        warning=ready.status == "False" and not ready.reason.startswith("Waiting"),
-        reason=ready.reason,
-        message=ready.message or f"the {kind} is ready",
-        # Its name follows from what it says: telling it again is no new Event.
-        event_name=f"{known.metadata.name[:200].rstrip('.-')}.{told}",
+        api_version=shapes.LB_API if kind in ("LoadBalancer", "IPPool") else "v1",
+        namespace=meta.namespace,
+        name=meta.name,
+        uid=meta.uid,
+        warning=said.warning,
+        reason=said.reason,
+        message=said.message,
+        event_name=f"{meta.name[:200].rstrip('.-')}.{told}",
     )
 
 

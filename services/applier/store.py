@@ -6,7 +6,7 @@ owners' documents. Rows are written in one order, so two transactions never wait
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from schema.tables import applier as tables
 from services.applier.core import State, Unsaved
-from services.applier.documents import Bookings, OwnerDoc, PoolDoc
+from services.applier.documents import Bookings, ImportDoc, OwnerDoc, PoolDoc
 from services.applier.targets import Key, Target
 
 CHUNK = 500  # rows of one statement
@@ -37,6 +37,9 @@ async def load(conn: AsyncConnection, state: State) -> None:
     for row in await conn.execute(sa.select(tables.pool.c.doc)):
         pool = msgspec.convert(row.doc, PoolDoc)
         state.pools[pool.name] = pool
+    for row in await conn.execute(sa.select(tables.pool_import.c.doc)):
+        imported = msgspec.convert(row.doc, ImportDoc)
+        state.imports[imported.uid] = imported
     query = sa.select(tables.history).order_by(tables.history.c.seq)
     for row in await conn.execute(query):
         state.books.setdefault(row.pool, Bookings()).history[row.address] = row.holder
@@ -49,7 +52,8 @@ async def save(conn: AsyncConnection, state: State, unsaved: Unsaved) -> None:
     """Store what changed since the last save."""
     await _save_owners(conn, state, sorted(unsaved.owners))
     await _save_generations(conn, state, sorted(unsaved.bumped - unsaved.owners))
-    await _save_pools(conn, state, sorted(unsaved.pools))
+    await _save_docs(conn, tables.pool, state.pools, sorted(unsaved.pools))
+    await _save_docs(conn, tables.pool_import, state.imports, sorted(unsaved.imports))
     await _save_history(conn, state, sorted(unsaved.history))
     await _save_targets(conn, state, sorted(unsaved.targets))
     forms = [
@@ -94,13 +98,15 @@ async def _save_generations(conn: AsyncConnection, state: State, uids: list[str]
         )
 
 
-async def _save_pools(conn: AsyncConnection, state: State, names: list[str]) -> None:
-    rows = [{"name": name, "doc": state.pools[name]} for name in names if name in state.pools]
-    await _upsert(conn, tables.pool, rows)
-    gone = [{"gone": name} for name in names if name not in state.pools]
+async def _save_docs(
+    conn: AsyncConnection, table: sa.Table, docs: Mapping[str, object], names: list[str]
+) -> None:
+    """Rows of a key and a document; what is not there any more is deleted."""
+    (key,) = table.primary_key
+    await _upsert(conn, table, [{key.name: n, "doc": docs[n]} for n in names if n in docs])
+    gone = [{"gone": name} for name in names if name not in docs]
     if gone:
-        name = tables.pool.c.name
-        await conn.execute(sa.delete(tables.pool).where(name == sa.bindparam("gone")), gone)
+        await conn.execute(sa.delete(table).where(key == sa.bindparam("gone")), gone)
 
 
 async def _save_history(conn: AsyncConnection, state: State, places: list[tuple[str, str]]) -> None:

@@ -23,6 +23,8 @@ def service(made: Plan, doc: OwnerDoc) -> None:
     known = state.known(doc.owner.ref)
     if known is None or known.metadata.uid != doc.uid:
         return
+    if not doc.decided_on_address:
+        return
     shown = state.shown.get(doc.owner.ref)
     asks = known.spec.type == "LoadBalancer" and known.spec.load_balancer_class in (
         "",

@@ -72,4 +72,4 @@ def decode(plural: str, body: bytes) -> Any:
         view = msgspec.json.decode(body, type=objects.VIEWS[plural])
     except msgspec.MsgspecError:
         return None
-    return REDUCE[plural](objects.trim(view))
+    return REDUCE.get(plural, _whole)(objects.trim(view))

@@ -157,6 +157,10 @@ class Workers:
             self._again.discard(entity)
             state = self._state()
             made = plan(state, entity, datetime.now(UTC))
+            if made.notices:
+                for notice in made.notices:
+                    self._notify(notice, made.now)
+                state.told(entity)
             if not made.writes:
                 self._rest(state, made)
                 return

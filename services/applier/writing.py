@@ -41,6 +41,7 @@ RESOURCES: Final = {
     "ippools": Resource(GROUP, "v1beta1", "ippools", namespaced=False),
     "services": Resource("", "v1", "services"),
     "endpointslices": Resource("discovery.k8s.io", "v1", "endpointslices"),
+    "configmaps": Resource("", "v1", "configmaps"),
 }
 EVENTS: Final = Resource("events.k8s.io", "v1", "events")
 BACKOFF_FIRST_S: Final = 0.1
@@ -109,6 +110,9 @@ async def _request(kube: Kube, write: Write) -> bytes:
     manager = names.FIELD_MANAGER
     if write.verb == "delete":
         return await kube.delete(path, uid=write.uid)
+    if write.verb == "create":
+        collection = RESOURCES[key.plural].path(key.namespace)
+        return await kube.create(collection, write.body, field_manager=manager)
     if write.verb == "apply":
         if not write.creates:
             return await kube.apply(path, write.body, field_manager=manager)

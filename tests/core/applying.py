@@ -47,7 +47,7 @@ class Api:
         self.uids = itertools.count(1)
         self.events: list[tuple[ObjectRef, Any, Any, str]] = []
         self.writes: list[Write] = []
-        self.fail: deque[int] = deque()  # codes for the next writes
+        self.fail: deque[int] = deque()  # codes for the next writes, 0 to let one pass
 
     def view(self, ref: ObjectRef) -> Any:
         found = self.objects.get(ref)
@@ -85,8 +85,9 @@ class Api:
         self.writes.append(write)
         ref = write.key.ref
         try:
-            if self.fail:
-                raise Refused(self.fail.popleft())
+            code = self.fail.popleft() if self.fail else 0
+            if code:
+                raise Refused(code)
             self._request(write, ref)
         except Refused as refused:
             return self._refused(write, refused.code, at)
@@ -134,6 +135,10 @@ class Api:
             self._apply(write, ref, found)
         elif write.verb == "json":
             self._json(write, ref, found)
+        elif write.verb == "create":
+            if found is not None:
+                raise Refused(409)
+            self._changed(ref, None, copy.deepcopy(write.body))
         else:
             self._patch(write, ref, found)
 
@@ -190,10 +195,12 @@ class Api:
             raise Refused(409)
         body = copy.deepcopy(write.body)
         body["metadata"].pop("resourceVersion", None)
+        if body["metadata"].get("uid", found["metadata"]["uid"]) != found["metadata"]["uid"]:
+            raise Refused(409)
         ours = ref.plural in ("loadbalancers", "ippools")
-        if ours and (write.subresource == "status") != self.subresource:
+        if ours and "status" in body and (write.subresource == "status") != self.subresource:
             raise Refused(404)
-        if ours and self.prunes and body["status"].get("conditions"):
+        if ours and self.prunes and body.get("status", {}).get("conditions"):
             body["status"].pop("backends", None)
             for condition in body["status"]["conditions"]:
                 condition.pop("observedGeneration", None)
@@ -225,6 +232,7 @@ class World:
         self.leases = itertools.count(1)
         self.revisions: dict[str, int] = {}
         self.checks: list[Any] = []
+        self.told: list[Any] = []
 
     # --- objects ---
 
@@ -341,6 +349,9 @@ class World:
         """Plan for one entity and make its writes, the last first: they go out together."""
         self.state.dirty.pop(entity, None)
         made = plan(self.state, entity, self.now)
+        if made.notices:
+            self.told += made.notices
+            self.state.told(entity)
         for outcome in [self.api.perform(w, self.now) for w in reversed(made.writes)]:
             self.state.settle(outcome)
             for check in self.checks:
@@ -382,9 +393,14 @@ class World:
         self.state = State(old.options)
         self.state.synced = set(old.synced)
         self.state.forms = dict(old.forms)
-        for kept in ("owners", "pools", "books", "targets"):
+        for kept in ("owners", "pools", "books", "targets", "imports"):
             stored = msgspec.json.decode(msgspec.json.encode(list(getattr(old, kept).values())))
-            cls = {"owners": "OwnerDoc", "pools": "PoolDoc", "books": "Bookings"}.get(kept)
+            cls = {
+                "owners": "OwnerDoc",
+                "pools": "PoolDoc",
+                "books": "Bookings",
+                "imports": "ImportDoc",
+            }.get(kept)
             from services.applier import documents, targets
 
             kind = getattr(documents, cls) if cls else targets.Target

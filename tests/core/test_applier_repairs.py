@@ -294,7 +294,7 @@ def test_at_every_instant_a_slice_has_a_ready_endpoint_and_stands_before_the_ing
     owner = world.balancer()
     vm = backend(ready=False, state="unknown")
     world.grant(owner, "192.0.2.10")
-    world.api.fail.extend([503, 409])
+    world.api.fail.extend([0, 503])  # the Service stands, the slice not yet
     world.resolve(owner, vm, checked=True)
     world.wait(5)
     for up in (True, False, True):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from schema import events, names
+from schema import events, names, objects
 from schema.subjects import ObjectRef
 from services.applier.shapes import Announcing
 from services.applier.targets import Options
@@ -362,3 +362,114 @@ def test_backends_of_a_service_are_not_ours_to_write():
     world.grant(owner, "192.0.2.10")
     world.resolve(owner, backend())
     assert said(world.wait(5)) == ["Service/status"]
+
+
+# --- what the allocator asks to be told or done ---
+
+
+def test_contested_address_is_told_once_on_both_objects():
+    """A Kubernetes Event on each claimant; a repetition by the allocator is none."""
+    world = World()
+    one, other = world.ticket("a"), world.balancer("b")
+    world.grant(one, "192.0.2.10")
+    for owner, peer, kept in ((one, other, True), (other, one, False)) * 2:
+        world.state.decide(
+            events.AddressContested(
+                at=world.now,
+                owner=owner,
+                address="192.0.2.10",
+                pool="p1",
+                other=peer,
+                kept=kept,
+                message=f"192.0.2.10 is also shown by {peer.name}",
+            )
+        )
+    world.wait(5)
+    assert [(n.kind, n.name, n.reason) for n in world.told] == [
+        ("Service", "a", "AddressContested"),
+        ("LoadBalancer", "b", "AddressContested"),
+    ]
+    assert world.status(other) is None, "a claim is no decision about its address"
+
+
+def test_condemned_load_balancer_is_deleted_by_its_uid():
+    """One DELETE with an Event that says why; a successor of the same name is spared."""
+    world = World()
+    owner = world.balancer(workloadType="cluster")
+    world.grant(owner, "192.0.2.10")
+    world.wait(5)
+    condemned = events.OwnerCondemned(
+        at=world.now, owner=owner, reason="GuestClusterRemoved", message="cluster c1 is gone"
+    )
+    world.state.decide(condemned)
+    assert said(world.wait(5)) == ["LoadBalancer"]
+    assert owner.ref not in world.api.objects
+    assert world.told[-1].message == "cluster c1 is gone"
+
+    fresh = world.balancer(workloadType="cluster")
+    world.run()
+    world.state.decide(condemned)
+    assert world.wait(5) == []
+    assert fresh.ref in world.api.objects
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_answered_request_for_release_loses_its_annotation(changed):
+    """The annotation goes with an Event; one that says something else by now stays."""
+    request = "192.0.2.9: default/a"
+    key = "loadbalancer.harvesterhci.io/manuallyReleaseIP"
+    world, pool = pool_world()
+    world.api.edit(POOL, metadata={"annotations": {key: request}})
+    if changed:
+        world.api.edit(POOL, metadata={"annotations": {key: "192.0.2.8: default/b"}})
+    world.state.decide(
+        events.ReleaseAnswered(
+            at=world.now,
+            pool="p1",
+            uid=pool.uid,
+            request=request,
+            released=False,
+            message="default/a still exists",
+        )
+    )
+    world.wait(5)
+    notes = world.api.view(POOL).metadata.annotations or {}
+    assert (key in notes) == changed
+    assert [(n.reason, n.warning) for n in world.told] == [("ReleaseRefused", True)]
+    account(world, pool, 1, 1)
+    world.wait(5)
+    assert world.status(pool).total == 1
+
+
+def test_imported_pools_are_created_before_the_config_map_is_marked():
+    """What exists is left alone; history goes along; bad entries are told on the ConfigMap."""
+    world = World()
+    config = world.create("configmaps", "kubevip", {})
+    kept = world.create("ippools", "global", {"ranges": []})
+    before = world.api.objects[kept.ref]
+    spec = objects.IPPoolSpec(ranges=[objects.PoolRange(subnet="192.0.2.0/24")])
+    world.state.decide(
+        events.PoolsImported(
+            at=world.now,
+            namespace="default",
+            name="kubevip",
+            uid=config.uid,
+            pools=[
+                events.ImportedPool(name="global", spec=spec),
+                events.ImportedPool(name="ns1", spec=spec, history={"192.0.2.9": "ns1/web"}),
+            ],
+            problems=["range-x: '9' is no range"],
+        )
+    )
+    world.api.fail.append(503)
+    targets = [write.target for write in world.wait(5)]
+    assert targets == ["IPPool", "IPPool", "ConfigMap"]
+    assert world.api.objects[kept.ref] == before
+    made = world.api.objects[ObjectRef("ippools", "", "ns1")]
+    assert made["spec"] == {"ranges": [{"subnet": "192.0.2.0/24"}]}
+    assert made["metadata"]["annotations"] == {"lbledger.io/history": '{"192.0.2.9":"ns1/web"}'}
+    marked = world.api.view(config.ref).metadata.annotations
+    assert marked == {"loadbalancer.harvesterhci.io/after-conversion": "true"}
+    assert [(n.kind, n.reason) for n in world.told] == [("ConfigMap", "InvalidPool")]
+    world.restart()
+    assert world.wait(60) == []
