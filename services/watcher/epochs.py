@@ -17,6 +17,7 @@ import structlog
 
 from schema import events, subjects
 from schema.subjects import StreamSpec
+from services.kit import garbage
 from services.kit.bus import Bus, BusError, StreamState, WrongLast
 from services.watcher import core
 from services.watcher.foreign import STREAM
@@ -46,12 +47,15 @@ async def begin(
     epoch = await _epoch(bus, memory, reason)
     state = await bus.stream_state(STREAM)
     known: dict[str, dict[str, core.Known]] = {plural: {} for plural in plurals}
-    async for message in bus.last_per_subject(
-        STREAM, f"{subjects.KUBE_BRANCH}.>", headers_only=True
-    ):
-        ref = subjects.subject_ref(message.subject)
-        if ref is not None and ref.plural in known:
-            known[ref.plural][message.subject] = core.known_of(message.headers, message.seq, epoch)
+    with garbage.loading():
+        async for message in bus.last_per_subject(
+            STREAM, f"{subjects.KUBE_BRANCH}.>", headers_only=True
+        ):
+            ref = subjects.subject_ref(message.subject)
+            if ref is not None and ref.plural in known:
+                known[ref.plural][message.subject] = core.known_of(
+                    message.headers, message.seq, epoch
+                )
     memory.past |= {memory.epoch} - {"", epoch}
     memory.created, memory.epoch = state.created, epoch
     memory.top = state.last_seq

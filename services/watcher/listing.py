@@ -30,7 +30,7 @@ from services.watcher.kinds import Kind
 from services.watcher.publishing import Publishing
 from services.watcher.watching import Contact, Relist, Watch, pause
 
-CHUNK: Final = 200  # objects taken before others get a turn
+CHUNK: Final = 500  # objects taken before others get a turn
 CONFIRM_S: Final = 1.0  # a kind is looked for twice before its objects are taken for gone
 STEADY_S: Final = 10.0  # a watch that lived this long was a good one
 

@@ -23,7 +23,8 @@ import structlog
 from prometheus_client import Counter, Gauge
 
 from schema import events, subjects
-from services.kit.bus import Bus, Message, Published, Publisher, TooLarge, WrongLast
+from services.kit.bus import Bus, BusError, Message, Published, Publisher, TooLarge, WrongLast
+from services.kit.bus import Outgoing as Envelope
 from services.kit.bus import Unavailable as BusUnavailable
 from services.kit.retry import Backoff
 from services.watcher import core, reading
@@ -31,6 +32,8 @@ from services.watcher.deadletters import DeadLetters
 from services.watcher.foreign import STREAM, Foreign
 
 WINDOW: Final = 1024  # messages under way
+BATCH: Final = 500
+BATCH_FROM: Final = 150  # fewer are acknowledged sooner one by one
 ROOM: Final = 4096  # observations that were taken and not yet settled
 
 log = structlog.get_logger()
@@ -95,6 +98,7 @@ class Publishing:
         self._dead = DeadLetters(bus, epoch)
         self._foreign = Foreign(bus, epoch, self._lost)
         self._lanes: dict[str, Lane] = {}
+        self._due: list[Lane] = []  # to be sent at the end of this turn of the loop
         self._busy: Tally[str] = Tally()
         self._unsettled = 0
         self._changed = asyncio.Event()
@@ -102,6 +106,7 @@ class Publishing:
         self._counters: dict[tuple[str, str], Counter] = {}
         self._quiet_counters: dict[str, Counter] = {}
         self._ended = False
+        _unsettled.set_function(lambda: self._unsettled)
 
     # --- taking observations ---
 
@@ -238,26 +243,61 @@ class Publishing:
         )
 
     def _send(self, lane: Lane) -> None:
+        """What is to be sent in one turn of the loop goes out together at its end."""
+        if not self._due:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._due.append(lane)
+
+    def _flush(self) -> None:
+        lanes, self._due = self._due, []
         if self._ended:
             return
-        message = lane.messages[0]
+        if len(lanes) < BATCH_FROM:
+            for lane in lanes:
+                self._send_one(lane)
+            return
+        for start in range(0, len(lanes), BATCH):
+            self._later(self._send_together(lanes[start : start + BATCH]))
+
+    async def _send_together(self, lanes: list[Lane]) -> None:
+        """One atomic batch: a third of the cost of as many single messages."""
+        sent = [(lane.messages[0], self._last_of(lane)) for lane in lanes]
+        batch = [
+            Envelope(lane.subject, message.data, message.headers, message.msg_id, expected)
+            for lane, (message, expected) in zip(lanes, sent, strict=True)
+        ]
+        try:
+            answers = await self._publisher.publish_batch(batch)
+        except BusError:
+            # One of them was refused or is too large. One by one, each learns its own fate; what
+            # was stored is recognised by its id.
+            for lane in lanes:
+                self._send_one(lane)
+            return
+        for lane, (message, expected), published in zip(lanes, sent, answers, strict=True):
+            self._take(lane, message, expected, published)
+
+    def _last_of(self, lane: Lane) -> int:
         known = self._known[lane.plural].get(lane.subject)
-        expected = 0 if known is None else known.seq
+        return 0 if known is None else known.seq
+
+    def _send_one(self, lane: Lane) -> None:
+        if self._ended:
+            return
+        message, expected = lane.messages[0], self._last_of(lane)
         try:
             future = self._publisher.submit(
                 lane.subject, message.data, message.headers, msg_id=message.msg_id,
                 expected=expected,
             )  # fmt: skip
         except TooLarge as error:
-            self._shrink(lane, message, known, error)
+            self._shrink(lane, message, error)
             return
         future.add_done_callback(partial(self._answered, lane, message, expected))
 
-    def _shrink(
-        self, lane: Lane, message: Outgoing, known: core.Known | None, error: TooLarge
-    ) -> None:
+    def _shrink(self, lane: Lane, message: Outgoing, error: TooLarge) -> None:
         """Put the largest form that fits in place of a message that does not."""
-        seen = lane.seen
+        seen, known = lane.seen, self._known[lane.plural].get(lane.subject)
         lane.messages.popleft()
         if isinstance(seen, core.Sight) and seen.view is not None and not message.after.gone:
             spare = error.limit - (error.size - len(message.data))
@@ -293,10 +333,20 @@ class Publishing:
             self._later(self._resolve(lane, error))
         elif error is not None:
             self._later(self._resend(lane, error))
-        elif future.result().seq <= expected:
-            self._misplaced(lane, message, expected, future.result())
         else:
-            self._stored(lane, message, future.result())
+            self._take(lane, message, expected, future.result())
+
+    def _take(self, lane: Lane, message: Outgoing, expected: int, published: Published) -> None:
+        if self._ended:
+            return
+        if published.seq > expected:
+            self._stored(lane, message, published)
+        elif not published.duplicate:
+            self._lost(f"{lane.subject}: stored at {published.seq}, the one before is {expected}")
+        else:
+            # The server remembers the id from an earlier message, and stored nothing.
+            lane.messages[0] = message._replace(msg_id=f"{message.msg_id}:{expected}")
+            self._send(lane)
 
     def _stored(self, lane: Lane, message: Outgoing, published: Published) -> None:
         self._acknowledged(published)
@@ -329,17 +379,6 @@ class Publishing:
                 self._begin(lane, seen, facts)
                 return
             self._note_quiet(lane.plural, known.get(lane.subject), seen)
-
-    def _misplaced(
-        self, lane: Lane, message: Outgoing, expected: int, published: Published
-    ) -> None:
-        """An answer with a sequence that is not above the one before."""
-        if not published.duplicate:
-            self._lost(f"{lane.subject}: stored at {published.seq}, the one before is {expected}")
-            return
-        # The server remembers the id from an earlier message, and stored nothing.
-        lane.messages[0] = message._replace(msg_id=f"{message.msg_id}:{expected}")
-        self._send(lane)
 
     async def _resolve(self, lane: Lane, error: WrongLast) -> None:
         """Somebody else wrote to the subject: take it over and decide again."""
@@ -391,7 +430,6 @@ class Publishing:
     def _took(self, plural: str, number: int) -> None:
         self._busy[plural] += number
         self._unsettled += number
-        _unsettled.set(self._unsettled)
         if number < 0 and (self._unsettled <= ROOM // 2 or not self._busy[plural]):
             self._changed.set()
 

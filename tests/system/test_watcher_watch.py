@@ -6,13 +6,15 @@ A scripted server sends what a real one would not; the NATS is real.
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 import pytest
+from aiohttp import web
 from prometheus_client import REGISTRY
 
-from schema import events
+from schema import events, subjects
 from services.watcher.main import KINDS
 from tests.fakes.scripted_api import (
     ScriptedApi,
@@ -26,6 +28,8 @@ from tests.fakes.scripted_api import (
 )
 from tests.system.watcher_rig import (
     SERVICE,
+    SLICE,
+    Fact,
     chain_is_whole,
     facts_of,
     log,
@@ -117,16 +121,60 @@ async def test_half_a_line_is_dropped_report_35(nats_url: str, tmp_path: Path) -
 
 
 async def test_lines_of_megabytes_pass_report_36(nats_url: str, tmp_path: Path) -> None:
-    """A line of 5 MB, in bytes as the network cuts them, and what follows it are both facts."""
+    """A line of 5 MB, in bytes as the network cuts them, and what follows it are both facts; so is
+    a slice of 1,000 endpoints in a list."""
     big = service("big", 1001)
     big["metadata"]["annotations"] = {"kubectl.kubernetes.io/x": "x" * 5_000_000}
+    endpoints = [
+        {"addresses": [f"10.0.{i // 250}.{i % 250}"], "nodeName": f"node-{i}.{'x' * 200}"}
+        for i in range(1000)
+    ]
+    wide = {**service("wide", 900), "addressType": "IPv4", "endpoints": endpoints}
     async with ScriptedApi() as api:
+        api.items["endpointslices"] = [wide]
         line = event("ADDED", big)
         pieces = [line[i : i + 70_001] for i in range(0, len(line), 70_001)]
         api.watches["services"].append(send(*pieces, event("ADDED", service("small", 1002))))
         async with watching(nats_url, api.kubeconfig(tmp_path)) as running:
             await published(running.bus, SERVICE, "default", "big", "ServiceSeen")
             await published(running.bus, SERVICE, "default", "small", "ServiceSeen")
+            await published(running.bus, SLICE, "default", "wide", "EndpointSliceSeen")
+            (fact,) = await facts_of(running.bus, SLICE, "default", "wide")
+            assert len(fact.event.object.endpoints) == 1000
+
+
+async def test_a_burst_is_complete_though_one_of_it_is_refused(
+    nats_url: str, tmp_path: Path
+) -> None:
+    """Facts that go out together are stored once each, also when somebody wrote to a subject."""
+    names = [f"s{i}" for i in range(800)]
+    burst = b"".join(event("ADDED", service(name, 1001 + i)) for i, name in enumerate(names))
+    begin = asyncio.Event()
+
+    async def script(_: object, response: web.StreamResponse) -> None:
+        await begin.wait()
+        await response.write(burst)
+
+    async with ScriptedApi() as api:
+        api.watches["services"].append(script)
+        async with watching(nats_url, api.kubeconfig(tmp_path), check_s=60.0) as running:
+            await running.synced()
+            gone = events.ObjectGone(at=datetime.now(UTC), plural="services", name="s5", uid="?")
+            publisher = running.bus.publisher("KUBE")
+            headers = {subjects.HEADER_TYPE: events.tag_of(gone)}
+            subject = "kube.services.default.s5"
+            await publisher.publish(subject, events.encode(gone), headers, msg_id="theirs")
+            await publisher.close()
+            begin.set()
+
+            async def all_of_them() -> list[Fact]:
+                found = await log(running.bus, "kube.services.>")
+                return found if len(found) == len(names) + 1 else []
+
+            found = await eventually(all_of_them, 20)
+            chain_is_whole(found)
+            said = [fact.subject.rpartition(".")[2] for fact in found if fact.type == "ServiceSeen"]
+            assert sorted(said) == sorted(names)
 
 
 @pytest.mark.parametrize(
