@@ -43,6 +43,8 @@ from services.applier.targets import (
 )
 
 KINDS: Final = ("loadbalancers", "ippools", "services", "endpointslices")
+FOLLOWED: Final = (*KINDS, "pods")
+OWNERS: Final = ("loadbalancers", "services", "pods")
 FORGET_GONE: Final = 50_000
 
 
@@ -94,8 +96,10 @@ class State:
         doc = self.owners.get(uid)
         return doc.holder if doc is not None else ""
 
-    def ready(self) -> bool:
+    def ready(self, plural: str = "") -> bool:
         """Whether everything we compare with has been listed completely."""
+        if plural == "pods":
+            return plural in self.synced
         return all(kind in self.synced for kind in KINDS)
 
     # --- facts ---
@@ -137,7 +141,7 @@ class State:
     def settled(self, entity: str) -> None:
         """The cluster shows all that is wanted for this entity."""
         doc = self.owners.get(entity)
-        if doc is not None and doc.applied != doc.generation and self.ready():
+        if doc is not None and doc.applied != doc.generation and self.ready(doc.plural):
             doc.applied = doc.generation
             self.unsaved.bumped.add(entity)
 
@@ -225,7 +229,7 @@ class State:
             self.touch(import_entity(event.uid))
             return
         owner: events.Owner | None = getattr(event, "owner", None)
-        if owner is None or owner.plural not in ("loadbalancers", "services"):
+        if owner is None or owner.plural not in OWNERS:
             return
         self._book(event)
         doc = self.owners.get(owner.uid)

@@ -218,6 +218,8 @@ def fold(doc: OwnerDoc, event: events.Decision) -> bool:
             )
             changed = provider != doc.provider
             doc.provider = provider
+            if changed and doc.plural == "pods" and event.reason.startswith("ServiceGateway"):
+                _told(doc, Said(event.reason, event.message))
             return changed
     return False
 

@@ -18,7 +18,7 @@ from schema import events
 from schema.subjects import ObjectRef
 from schema.tables import applier as tables
 from services.applier import store, views
-from services.applier.core import KINDS, State, Unsaved, pool_entity
+from services.applier.core import FOLLOWED, State, Unsaved, pool_entity
 from services.applier.shapes import Announcing
 from services.applier.targets import Options
 from services.applier.workers import Done, Workers
@@ -35,7 +35,7 @@ log = structlog.get_logger()
 SOURCES: Final = (
     Source(
         "KUBE",
-        (*(f"kube.{kind}.>" for kind in KINDS), "kube.sync.>", "kube.epoch"),
+        (*(f"kube.{kind}.>" for kind in FOLLOWED), "kube.sync.>", "kube.epoch"),
     ),
     Source("LB", ("lb.lease.>", "lb.backends.>", "lb.health.>", "lb.provider.>")),
 )
@@ -60,7 +60,7 @@ class Applier:
         self._mirror = Mirror(tables.mirror, views.REDUCE)
         await self._mirror.load(conn)
         await store.load(conn, self.state)
-        for kind in KINDS:
+        for kind in FOLLOWED:
             for ref, view in self._mirror.all(kind):
                 self.state.observe(ref, None, view, view.metadata.uid)
         self.state.unsaved = Unsaved()
@@ -78,9 +78,9 @@ class Applier:
         for change in self._mirror.observe(record):
             self.state.observe(change.ref, change.old, change.new, change.uid)
         if isinstance(record.event, events.SyncFinished | events.EpochStarted):
-            was = self.state.ready()
+            before = self.state.synced
             self._synced()
-            if self.state.ready() and not was:
+            if self.state.synced - before:
                 self.state.resume()
 
     def local(self, item: object, work: Work) -> None:
@@ -120,7 +120,7 @@ class Applier:
             self.state.forms[plural] = form._replace(subresource=status)
 
     def _synced(self) -> None:
-        self.state.synced = {kind for kind in KINDS if self._mirror.synced(kind)}
+        self.state.synced = {kind for kind in FOLLOWED if self._mirror.synced(kind)}
 
 
 def options_of(settings: ApplierSettings) -> Options:

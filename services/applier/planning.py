@@ -31,13 +31,20 @@ def plan(state: State, entity: str, now: datetime) -> Plan:
         return Plan(state, entity, _owner("", ""), now)
     made = Plan(state, entity, doc.owner, now)
     view = state.shown.get(doc.owner.ref)
-    if not doc.decided or not state.ready() or view is None or view.metadata.uid != doc.uid:
+    if (
+        not doc.decided
+        or not state.ready(doc.plural)
+        or view is None
+        or view.metadata.uid != doc.uid
+    ):
         return made
     made.notices += [notice_of(view, said) for said in doc.tell]
     if isinstance(view, objects.LoadBalancer):
         balancers.load_balancer(made, doc, view)
     elif isinstance(view, objects.Service):
         tickets.service(made, doc)
+    elif isinstance(view, objects.Pod):
+        tickets.pod(made, doc)
     return made
 
 

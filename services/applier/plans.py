@@ -188,7 +188,7 @@ def merge_write(
 ) -> None:
     made.add(
         Write(
-            key=Key("services", doc.namespace, doc.name, part),
+            key=Key(doc.plural, doc.namespace, doc.name, part),
             entity=made.entity,
             owner=doc.owner,
             target=target,

@@ -17,7 +17,9 @@ CONTESTED_REPAIRS: Final = 5  # from here on a person is told
 CALM_S: Final = 30.0  # without a foreign change for this and twice the delay, it starts anew
 REPAIR_CAP_S: Final = 300.0
 
-View: TypeAlias = objects.LoadBalancer | objects.IPPool | objects.Service | objects.EndpointSlice
+View: TypeAlias = (
+    objects.LoadBalancer | objects.IPPool | objects.Service | objects.EndpointSlice | objects.Pod
+)
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,5 @@
-"""What a Service needs that asked us for an address: ingress, conditions, finalizer, annotation."""
+"""What a Service needs that asked us for an address: ingress, conditions, finalizer, annotation;
+and the finalizer of an egress Pod."""
 
 from __future__ import annotations
 
@@ -58,6 +59,13 @@ def service(made: Plan, doc: OwnerDoc) -> None:
     made.add(status_write(made, doc, known, patch.status, addresses, marks))
 
 
+def pod(made: Plan, doc: OwnerDoc) -> None:
+    """The finalizer that holds an egress Pod while the provider may still have its addresses."""
+    known = made.state.known(doc.owner.ref)
+    if known is not None and known.metadata.uid == doc.uid and doc.provider is not None:
+        _finalizer(made, doc, known, doc.provider.finalizer)
+
+
 def _withdraw(made: Plan, doc: OwnerDoc, known: objects.Service, *, ours: bool) -> None:
     """The Service does not ask any more: take back what we had written into its status."""
     patch = statuses.service_patch([] if ours and doc.noticed else None, {}, known)
@@ -65,7 +73,9 @@ def _withdraw(made: Plan, doc: OwnerDoc, known: objects.Service, *, ours: bool) 
         made.add(ingress_write(made, doc.owner, known, patch.status, digest_of(["withdrawn"])))
 
 
-def _finalizer(made: Plan, doc: OwnerDoc, known: objects.Service, stands: bool) -> None:
+def _finalizer(
+    made: Plan, doc: OwnerDoc, known: objects.Service | objects.Pod, stands: bool
+) -> None:
     held = known.metadata.finalizers or []
     if stands == (names.NRP_FINALIZER in held):
         return
@@ -75,7 +85,7 @@ def _finalizer(made: Plan, doc: OwnerDoc, known: objects.Service, stands: bool) 
     if stands:
         finalizers.append(names.NRP_FINALIZER)
     body = patch_body(known, {"finalizers": finalizers or None})
-    merge_write(made, doc, "finalizers", "Service/finalizers", body, [stands])
+    merge_write(made, doc, "finalizers", f"{type(known).__name__}/finalizers", body, [stands])
 
 
 def _annotate(made: Plan, doc: OwnerDoc, known: objects.Service, wanted: dict[str, str]) -> None:

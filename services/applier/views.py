@@ -43,6 +43,10 @@ def endpoint_slice(view: objects.EndpointSlice) -> objects.EndpointSlice:
     )
 
 
+def pod(view: objects.Pod) -> objects.Pod:
+    return msgspec.structs.replace(view, spec=objects.PodSpec(), status=None)
+
+
 def _owned(meta: objects.ObjectMeta) -> bool:
     labels = meta.labels or {}
     return names.SERVICELB_LABEL in labels or any(
@@ -63,6 +67,7 @@ REDUCE: Final[Mapping[str, Callable[[Any], Any]]] = {
     "ippools": pool,
     "services": service,
     "endpointslices": endpoint_slice,
+    "pods": pod,
 }
 
 

@@ -41,6 +41,7 @@ RESOURCES: Final = {
     "ippools": Resource(GROUP, "v1beta1", "ippools", namespaced=False),
     "services": Resource("", "v1", "services"),
     "endpointslices": Resource("discovery.k8s.io", "v1", "endpointslices"),
+    "pods": Resource("", "v1", "pods"),
     "configmaps": Resource("", "v1", "configmaps"),
 }
 EVENTS: Final = Resource("events.k8s.io", "v1", "events")

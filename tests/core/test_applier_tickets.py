@@ -199,6 +199,30 @@ def test_retyped_provider_service_keeps_the_finalizer_until_it_is_torn_down():
     assert world.service("svc").metadata.finalizers is None
 
 
+def test_egress_pod_is_held_by_a_finalizer_until_its_addresses_have_left():
+    """Added and taken away at the provider's word, beside those of others; what is wrong with the
+    pod is told on it once."""
+    world = World()
+    world.state.synced.add("pods")
+    hold = {"finalizers": ["example.org/hold"]}
+    owner = world.create("pods", "p1", {}, metadata=hold)
+    provider(world, owner, finalizer=True, reason="ServiceGatewayLabelInvalid", message="why")
+    assert said(world.wait(5)) == ["Pod/finalizers"]
+    provider(world, owner, finalizer=True, reason="ServiceGatewayLabelInvalid", message="why")
+    assert world.wait(5) == []
+    assert world.api.view(owner.ref).metadata.finalizers == [
+        "example.org/hold",
+        names.NRP_FINALIZER,
+    ]
+    assert [(n.kind, n.reason, n.message) for n in world.told] == [
+        ("Pod", "ServiceGatewayLabelInvalid", "why")
+    ]
+    world.api.edit(owner.ref, metadata={"deletionTimestamp": "2026-11-30T12:00:00Z"})
+    provider(world, owner, finalizer=False)
+    world.wait(5)
+    assert world.api.view(owner.ref).metadata.finalizers == ["example.org/hold"]
+
+
 # --- pools ---
 
 
