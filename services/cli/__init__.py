@@ -168,8 +168,31 @@ def events(
 
 @nrp_app.command("status")
 def nrp_status(as_json: Json = False) -> None:
-    """Whether the provider is in step; what is pending, failing or unknown."""
-    _call("services.cli.ledgers", "nrp_status", as_json)
+    """Whether the provider is in step; what is pending, parked, quarantined or unknown."""
+    _call("services.cli.provider", "status", as_json)
+
+
+@nrp_app.command("diff")
+def nrp_diff(as_json: Json = False) -> None:
+    """Read the provider back and print what differs from what it should hold."""
+    _call("services.cli.provider", "diff", as_json)
+
+
+@nrp_app.command("explain")
+def nrp_explain(service: str, as_json: Json = False) -> None:
+    """One service (NAMESPACE/NAME, uid or egress name): state, backends, requests."""
+    _call("services.cli.provider", "explain", service, as_json)
+
+
+@nrp_app.command("repair")
+def nrp_repair(
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print what would be done.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Have nrp_sync read the provider back now and repair what differs."""
+    _call("services.cli.provider", "repair", dry_run, as_json)
 
 
 def main() -> None:

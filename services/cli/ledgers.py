@@ -1,4 +1,4 @@
-"""The commands that read the databases: leases now and then, one pool, the provider's state."""
+"""The commands that read the ledger: leases now and at any moment, and one pool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from schema.tables import allocator as ledger
-from schema.tables import nrp_sync
 from services.cli import looking, printing, reading, session
 from services.kit.config import ConfigError, public_url
 
@@ -38,6 +37,16 @@ def query(job: Callable[[AsyncConnection], Awaitable[T]]) -> T:
             await engine.dispose()
 
     return asyncio.run(main())
+
+
+def command(job: Callable[[AsyncConnection], Awaitable[None]]) -> None:
+    """Run one small change in a transaction of its own."""
+
+    async def change(conn: AsyncConnection) -> None:
+        await job(conn)
+        await conn.commit()
+
+    query(change)
 
 
 # --- leases ---
@@ -195,63 +204,3 @@ async def _holders(
         [dict(r) for r in (await conn.execute(held.order_by(lease.c.address))).mappings()],
         [dict(r) for r in (await conn.execute(before.order_by(memo.c.address))).mappings()],
     )
-
-
-# --- the provider ---
-
-
-def nrp_status(as_json: bool) -> int:
-    """Whether the provider is in step: services, locations, and requests that did not succeed."""
-    found = query(_provider)
-    troubled = [row for row in found["services"] if row["error"] or row["parked"]]
-    in_step = not troubled and not found["in_flight"] and not found["quarantined"]
-    if as_json:
-        printing.emit_json({"inStep": in_step, **found})
-        return 0 if in_step else 1
-    print(
-        f"{'in step' if in_step else 'NOT in step'}: {len(found['services'])} services, "
-        f"{found['locations']} locations with {found['addresses']} addresses, "
-        f"{found['in_flight']} requests in flight, {found['quarantined']} entries quarantined"
-    )
-    printing.table(
-        ["SERVICE", "KIND", "PHASE", "ADDRESSES", "TROUBLE"],
-        [
-            [row["service"], row["kind"], row["phase"], row["addresses"], row["error"]]
-            for row in found["services"]
-        ],
-    )
-    return 0 if in_step else 1
-
-
-async def _provider(conn: AsyncConnection) -> dict[str, Any]:
-    op, request = nrp_sync.operation, nrp_sync.request
-    operations = (await conn.execute(sa.select(op).order_by(op.c.namespace, op.c.name))).mappings()
-
-    async def count(table: sa.Table, *where: sa.ColumnElement[bool]) -> int:
-        counted = sa.select(sa.func.count()).select_from(table).where(*where)
-        return int(await conn.scalar(counted) or 0)
-
-    return {
-        "services": [
-            {
-                "service": f"{row['namespace']}/{row['name']}" if row["name"] else row["identity"],
-                "kind": row["kind"],
-                "phase": row["phase"],
-                "addresses": _public(row["addresses"]),
-                "parked": row["parked"],
-                "error": f"{row['error_code']}: {row['error_message']}"
-                if row["error_code"]
-                else "",
-            }
-            for row in operations
-        ],
-        "locations": await count(nrp_sync.location),
-        "addresses": await count(nrp_sync.address),
-        "quarantined": await count(nrp_sync.quarantine),
-        "in_flight": await count(request, request.c.state == "sent"),
-    }
-
-
-def _public(addresses: Any) -> str:
-    found = addresses.values() if isinstance(addresses, dict) else addresses or ()
-    return ", ".join(str(address) for address in found)
