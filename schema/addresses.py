@@ -14,6 +14,7 @@ from typing import Final
 V6: Final = 1 << 128
 _LAST_V4: Final = (1 << 32) - 1
 
+WIDTHS: Final = {4: 32, 6: 128}
 NAMES: Final = {4: "IPv4", 6: "IPv6"}
 FAMILIES: Final = {"IPv4": 4, "IPv6": 6}
 

@@ -217,6 +217,53 @@ class AddressDelegated(Event, frozen=True, kw_only=True, tag="AddressDelegated.v
     generation: int = 0
 
 
+class AddressContested(Event, frozen=True, kw_only=True, tag="AddressContested.v1"):
+    """Two owners show the same address; told to both, `kept` says whether this one holds it."""
+
+    owner: Owner
+    address: str
+    pool: str
+    other: Owner
+    kept: bool
+    message: str
+
+
+class OwnerCondemned(Event, frozen=True, kw_only=True, tag="OwnerCondemned.v1"):
+    """Nothing stands behind this load balancer any more: whoever writes objects is to delete it."""
+
+    owner: Owner
+    reason: str  # GuestClusterRemoved | GuestServiceReplaced
+    message: str
+
+
+class ReleaseAnswered(Event, frozen=True, kw_only=True, tag="ReleaseAnswered.v1"):
+    """What became of a pool's manuallyReleaseIP annotation, which is to be removed now."""
+
+    pool: str
+    uid: str
+    request: str  # the annotation's value
+    released: bool
+    message: str
+
+
+class ImportedPool(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A pool to create unless it exists; `history` tells who had which address."""
+
+    name: str
+    spec: objects.IPPoolSpec
+    history: dict[str, str] = {}
+
+
+class PoolsImported(Event, frozen=True, kw_only=True, tag="PoolsImported.v1"):
+    """Pools of a kube-vip ConfigMap; when they exist it is marked as converted."""
+
+    namespace: str
+    name: str
+    uid: str
+    pools: list[ImportedPool]
+    problems: list[str] = []  # entries that can't be read: key, value and what would be right
+
+
 class PoolAccounted(Event, frozen=True, kw_only=True, tag="PoolAccounted.v1"):
     """A pool's use after a batch of decisions; on subject lb.lease.ippools._.<pool>."""
 
@@ -388,6 +435,10 @@ Decision: TypeAlias = (
     | LeaseReleased
     | LeaseRefused
     | AddressDelegated
+    | AddressContested
+    | OwnerCondemned
+    | ReleaseAnswered
+    | PoolsImported
     | PoolAccounted
     | BackendsResolved
     | HealthChanged
@@ -427,6 +478,8 @@ _BRANCHES: Final[dict[type, str]] = {
     LeaseReleased: "lb.lease",
     LeaseRefused: "lb.lease",
     AddressDelegated: "lb.lease",
+    AddressContested: "lb.lease",
+    OwnerCondemned: "lb.lease",
     BackendsResolved: "lb.backends",
     HealthChanged: "lb.health",
     ProviderOperationStarted: "lb.provider",
@@ -481,8 +534,11 @@ def subject_of(event: Event) -> str:
             return subjects.fact_subject(ObjectRef(event.plural, event.namespace, event.name))
         case SyncStarted() | SyncFinished():
             return subjects.sync_subject(event.plural)
-        case PoolAccounted():
+        case PoolAccounted() | ReleaseAnswered():
             return subjects.object_subject("lb.lease", ObjectRef("ippools", "", event.pool))
+        case PoolsImported():
+            ref = ObjectRef("configmaps", event.namespace, event.name)
+            return subjects.object_subject("lb.lease", ref)
         case DeadLettered():
             return subjects.dead_subject(event.service)
         case EpochStarted():

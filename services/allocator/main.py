@@ -24,6 +24,8 @@ FILTERS: Final = (
     "kube.services.>",
     "kube.ippools.>",
     "kube.namespaces.>",
+    "kube.virtualmachines.>",
+    "kube.configmaps.kube-system.kubevip",
     "kube.sync.>",
     "kube.epoch",
 )

@@ -106,7 +106,7 @@ def slots_text(slots: tuple[tuple[int, int], ...]) -> str:
 
 OWNER_COLUMNS = (
     "plural", "uid", "namespace", "name", "epoch", "generation", "phase", "ticket", "request",
-    "refusal", "claims", "created", "gone_at", "gone_how",
+    "refusal", "claims", "created", "gone_at", "gone_how", "condemned",
 )  # fmt: skip
 
 
@@ -118,5 +118,6 @@ def owner_line(owner: Owner) -> str:
     return (
         f"{owner.plural}\t{owner.uid}\t{namespace}\t{name}\t{owner.epoch}\t{owner.generation}\t"
         f"{owner.phase}\t{owner.ticket}\t{escape(request_text(owner.request))}\t{refusal}\t"
-        f"{claims}\t{owner.created}\t{gone_at}\t{owner.gone_how}\n"
+        f"{claims}\t{owner.created}\t{gone_at}\t{owner.gone_how}\t"
+        f"{owner.condemned}\n"
     )

@@ -52,6 +52,9 @@ async def _load_clock(conn: AsyncConnection, state: State) -> None:
     row = (await conn.execute(sa.select(tables.clock))).one_or_none()
     if row is not None:
         state.epoch, state.now, state.serial = row.epoch, row.now, row.serial
+        state.imported = row.imported
+        if row.legacy:
+            state.legacy = msgspec.json.decode(row.legacy, type=tuple[str, dict[str, str]])
     for mark in await conn.execute(sa.select(service_tables("allocator").sync_mark)):
         state.synced[mark.plural] = (mark.epoch, mark.seq, mark.absent)
 
@@ -64,7 +67,7 @@ async def _load_owners(conn: AsyncConnection, state: State) -> dict[tuple[str, s
     async for part in result.partitions():
         for (
             plural, uid, namespace, name, epoch, generation, phase, ticket, request,
-            refusal, claims, created, gone_at, gone_how,
+            refusal, claims, created, gone_at, gone_how, condemned,
         ) in part:  # fmt: skip
             known = requests.get(request)
             if known is None:
@@ -74,7 +77,7 @@ async def _load_owners(conn: AsyncConnection, state: State) -> dict[tuple[str, s
             owner.stored = True
             if refusal or claims:
                 owner.refusal, owner.claims = rows.read_refusal(refusal), rows.read_claims(claims)
-            owner.gone_at, owner.gone_how = gone_at, gone_how
+            owner.gone_at, owner.gone_how, owner.condemned = gone_at, gone_how, condemned
             owners[plural, uid] = owner
             restore.owner(state, owner)
     return owners
@@ -145,9 +148,14 @@ async def save(conn: AsyncConnection, state: State) -> None:
 
 async def _save_clock(conn: AsyncConnection, state: State) -> None:
     insert = pg.insert(tables.clock).values(
-        one=True, epoch=state.epoch, now=state.now, serial=state.serial
+        one=True,
+        epoch=state.epoch,
+        now=state.now,
+        serial=state.serial,
+        legacy=msgspec.json.encode(state.legacy).decode() if state.legacy is not None else "",
+        imported=state.imported,
     )
-    names = ("epoch", "now", "serial")
+    names = ("epoch", "now", "serial", "legacy", "imported")
     await conn.execute(
         insert.on_conflict_do_update(
             index_elements=["one"], set_={name: insert.excluded[name] for name in names}
@@ -178,14 +186,15 @@ _UPDATE_OWNERS = sa.text(
     update allocator.owner o set
         epoch = n.epoch, generation = n.generation, phase = n.phase, ticket = n.ticket,
         request = n.request, refusal = n.refusal, claims = n.claims,
-        gone_at = n.gone_at, gone_how = n.gone_how
+        gone_at = n.gone_at, gone_how = n.gone_how, condemned = n.condemned
     from unnest(
         cast(:plural as text[]), cast(:uid as text[]), cast(:epoch as text[]),
         cast(:generation as bigint[]), cast(:phase as text[]), cast(:ticket as bigint[]),
         cast(:request as text[]), cast(:refusal as text[]), cast(:claims as text[]),
-        cast(:gone_at as timestamptz[]), cast(:gone_how as text[])
+        cast(:gone_at as timestamptz[]), cast(:gone_how as text[]),
+        cast(:condemned as text[])
     ) as n (plural, uid, epoch, generation, phase, ticket, request, refusal, claims,
-            gone_at, gone_how)
+            gone_at, gone_how, condemned)
     where o.plural = n.plural and o.uid = n.uid
     """
 )
@@ -231,6 +240,7 @@ async def _save_owners(conn: AsyncConnection, state: State) -> None:
                 "claims": [rows.claims_text(o.claims) for o in known],
                 "gone_at": [o.gone_at for o in known],
                 "gone_how": [o.gone_how for o in known],
+                "condemned": [o.condemned for o in known],
             },
         )
     await _copy(conn, "owner", rows.OWNER_COLUMNS, new)

@@ -94,7 +94,9 @@ class Cluster(World):
                 "select seq from allocator.stream_offset where stream = 'KUBE'"
             )
             left = await self.database.fetchval("select count(*) from allocator.outbox")
-            return seq is not None and seq >= last and not left
+            assert (seq or 0) >= last, f"offset {seq}"
+            assert not left, f"{left} decisions in the outbox"
+            return True
 
         await eventually(there, timeout, message=f"offset {last} and an empty outbox")
 

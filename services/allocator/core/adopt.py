@@ -9,9 +9,11 @@ the memory by which a name gets its old address back.
 
 from __future__ import annotations
 
-from schema import addresses
+from collections.abc import Iterable
+
+from schema import addresses, events
 from schema.addresses import AddressError
-from services.allocator.core import ledger
+from services.allocator.core import ledger, sharing
 from services.allocator.core.model import LOADBALANCERS, POOL, Claim, Owner, Pool
 from services.allocator.core.space import Memo
 from services.allocator.core.state import BEGINNING, State
@@ -30,9 +32,36 @@ def adopt(state: State) -> None:
         if any(addresses.family(lease.address) == family for lease in owner.leases):
             continue
         pool = _pool_of(state, claim)
-        if pool is not None and not state.holders(claim.address, pool):
+        if pool is None:
+            continue
+        holders = state.holders(claim.address, pool)
+        if not holders or sharing.joinable(state, owner, claim.address, holders):
             ledger.adopt(state, owner, pool, claim.address, claim.source)
-    recall_histories(state)
+        else:
+            _contest(state, owner, pool, claim.address, holders[0].owner)
+    recall_histories(state, state.pools.values())
+
+
+def _contest(state: State, owner: Owner, pool: Pool, address: int, holder: Owner) -> None:
+    """Tell both that they show one address, and who keeps it."""
+    text = addresses.text(address)
+    for one, other, kept in ((owner, holder, False), (holder, owner, True)):
+        keeps = "keeps it" if kept else "gets another one"
+        message = (
+            f"{text} is also shown by {other.plural}/{other.key}; this one {keeps} (the one that "
+            "the ledger or the pool's status names goes first, then the older object)"
+        )
+        state.out.append(
+            events.AddressContested(
+                at=state.now,
+                owner=ledger.event_owner(one),
+                address=text,
+                pool=pool.name,
+                other=ledger.event_owner(other),
+                kept=kept,
+                message=message,
+            )
+        )
 
 
 def _claims(state: State, owner: Owner) -> list[Claim]:
@@ -80,9 +109,9 @@ def _pool_of(state: State, claim: Claim) -> Pool | None:
     return None
 
 
-def recall_histories(state: State) -> None:
+def recall_histories(state: State, pools: Iterable[Pool]) -> None:
     """What pools tell about former holders becomes memory; then they have told all."""
-    for pool in state.pools.values():
+    for pool in pools:
         for text, key in sorted(pool.history.items()):
             try:
                 address = addresses.parse(text)

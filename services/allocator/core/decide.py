@@ -8,12 +8,13 @@ becomes known, what the cluster shows already is adopted before anything is gran
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from datetime import datetime
 from typing import NamedTuple
 
 from schema import addresses, events
-from services.allocator.core import observe
+from services.allocator.core import guests, legacy, manual, observe
 from services.allocator.core.adopt import adopt
 from services.allocator.core.ledger import release_all
 from services.allocator.core.model import NOTHING, Owner
@@ -65,6 +66,10 @@ def take_in(state: State, fact: events.AnyEvent, *, epoch: str, seq: int) -> Non
             observe.namespace(state, fact.object, epoch)
         case events.ObjectGone():
             observe.gone(state, fact)
+        case events.VirtualMachineSeen():
+            observe.virtual_machine(state, fact.object)
+        case events.ConfigMapSeen():
+            observe.config_map(state, fact.object)
         case events.SyncFinished():
             observe.sync_finished(state, fact.plural, fact.epoch, seq, absent=fact.absent)
         case events.EpochStarted():
@@ -89,6 +94,13 @@ def conclude(state: State, *, was_ready: bool) -> list[events.Event]:
             wake(state)
         if state.strayed:
             _note_strays(state)
+        if state.release_asked:
+            manual.answer(state)
+            wake(state)
+        if state.guests_changed or state.clusters_removed:
+            guests.condemn(state)
+        if state.legacy is not None:
+            _import_legacy(state)
     out, state.out = state.out, []
     return out
 
@@ -97,6 +109,33 @@ def become_ready(state: State) -> None:
     """Every pool may matter to somebody who waited through the listing."""
     state.altered.extend(state.pools)
     state.touched.update(dict.fromkeys(state.pools))
+    state.release_asked.update((n, None) for n, p in state.pools.items() if manual.asked(p))
+
+
+def imported_digest(state: State) -> str:
+    """Tells one content of the ConfigMap from another."""
+    return hashlib.sha256(repr(state.legacy).encode()).hexdigest()[:16]
+
+
+def _import_legacy(state: State) -> None:
+    assert state.legacy is not None
+    uid, data = state.legacy
+    digest = imported_digest(state)
+    state.legacy, state.changes.clock = None, True
+    if digest == state.imported:
+        return
+    state.imported = digest
+    pools, problems = legacy.convert(data, "kube-system")
+    state.out.append(
+        events.PoolsImported(
+            at=state.now,
+            namespace="kube-system",
+            name="kubevip",
+            uid=uid,
+            pools=pools,
+            problems=problems,
+        )
+    )
 
 
 def due(state: State) -> list[Owner]:

@@ -14,7 +14,7 @@ from datetime import datetime
 from schema import addresses, events
 from services.allocator.core import ledger, sharing
 from services.allocator.core.adopt import recall_histories
-from services.allocator.core.decide import become_ready, due, take_in
+from services.allocator.core.decide import become_ready, due, imported_digest, take_in
 from services.allocator.core.model import (
     DELEGATED,
     DHCP,
@@ -46,15 +46,22 @@ def replay(
     take_in(state, fact, epoch=epoch, seq=seq)
     if state.ready and not was_ready:
         become_ready(state)
+    if state.ready:
+        for owner in sorted(state.undecided.values(), key=lambda owner: owner.ticket):
+            if not owner.request.problem and not owner.request.strict:
+                for lease in fitting_leases(state, owner):
+                    sharing.restate_slots(state, lease)
     recorded = list(decisions)
     recalled = was_ready or not state.ready
     for decision in recorded:
-        if not recalled and not isinstance(decision, events.LeaseAdopted | events.LeaseReleased):
-            recall_histories(state)
+        if not recalled and not isinstance(
+            decision, events.LeaseAdopted | events.LeaseReleased | events.AddressContested
+        ):
+            recall_histories(state, state.pools.values())
             recalled = True
         evolve(state, decision)
     if not recalled:
-        recall_histories(state)
+        recall_histories(state, state.pools.values())
     if state.ready:
         _follow(state)
     state.out.clear()
@@ -79,6 +86,13 @@ def evolve(state: State, decision: events.AnyEvent) -> None:
             _released(state, decision)
         case events.LeaseRefused():
             _refused(state, decision)
+        case events.OwnerCondemned():
+            owner = _owner(state, decision.owner)
+            owner.condemned = decision.reason
+            state.changed(owner)
+        case events.PoolsImported():
+            state.imported, state.legacy = imported_digest(state), None
+            state.changes.clock = True
         case events.AddressDelegated():
             owner = _owner(state, decision.owner, Request(DHCP, decision.owner.namespace))
             state.undecided.pop((owner.plural, owner.uid), None)
@@ -197,6 +211,9 @@ def _follow(state: State) -> None:
     state.freed_quotas.clear()
     state.showing.clear()
     state.strayed.clear()
+    state.release_asked.clear()
+    state.guests_changed.clear()
+    state.clusters_removed.clear()
 
 
 def _all_or_nothing(owner: Owner, fitting: tuple[Lease, ...]) -> bool:

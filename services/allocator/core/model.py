@@ -45,6 +45,7 @@ class Request(NamedTuple):
     slots: tuple[tuple[int, int], ...] = ()  # ports by protocol, for sharing
     policy: str = ""  # what sharers must have in common besides the key
     guest: str = ""  # the Service inside a guest cluster that a ticket stands for
+    guest_cluster: str = ""
     problem: str = ""  # why the request can't be followed
 
     @property
@@ -83,6 +84,7 @@ class Lease:
     pool: str
     share: str = ""  # key under which others may hold the same address
     slots: tuple[tuple[int, int], ...] = ()  # ports that it covers; none: all
+    policy: str = ""  # what sharers must have in common
     retiring: datetime | None = None  # since when it waits for the owner to show another one
 
 
@@ -103,6 +105,7 @@ class Owner:
     created: str = ""  # creation time of the object, to decide between claimants
     gone_at: datetime | None = None  # when the object went away, while leases are left of it
     gone_how: str = ""  # deleted | replaced | vanished
+    condemned: str = ""  # why its object is to be deleted
     stored: bool = False  # a row of it exists
 
     @property

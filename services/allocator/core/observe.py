@@ -11,6 +11,7 @@ import msgspec
 
 from schema import events, objects
 from schema.pools import DISABLED_ANNOTATION, PoolError, flag, read_plan, read_quotas
+from services.allocator.core import adopt, guests, legacy, manual
 from services.allocator.core import request as requests
 from services.allocator.core.model import (
     HELD,
@@ -25,6 +26,7 @@ from services.allocator.core.model import (
 )
 from services.allocator.core.state import State
 
+HISTORY_ANNOTATION = "lbledger.io/history"
 PROJECT_ANNOTATION = "field.cattle.io/projectId"
 
 
@@ -36,7 +38,7 @@ def load_balancer(state: State, obj: objects.LoadBalancer, epoch: str) -> None:
     request = state.reader.load_balancer(obj)
     claims = requests.claims_of_load_balancer(obj)
     owner = _owner_seen(state, LOADBALANCERS, meta, request, claims, epoch)
-    if owner is not None and state.retiring:
+    if owner is not None and owner.leases and (state.retiring or owner.ticket):
         state.showing.append((owner, requests.shown_by_load_balancer(obj)))
 
 
@@ -50,7 +52,7 @@ def service(state: State, obj: objects.Service, epoch: str) -> None:
     request = state.reader.service(obj)
     claims = requests.claims_of_service(obj)
     owner = _owner_seen(state, SERVICES, meta, request, claims, epoch)
-    if owner is not None and state.retiring:
+    if owner is not None and owner.leases and (state.retiring or owner.ticket):
         state.showing.append((owner, tuple(claim.address for claim in claims)))
 
 
@@ -76,10 +78,13 @@ def _owner_seen(
         owner.claims, owner.created = claims, created
         state.add_owner(owner)
         state.undecide(owner)
+        if request.guest_cluster:
+            state.enlist_guest(owner)
         return owner
     if owner.epoch != epoch or owner.gone_at is not None:
         owner.epoch, owner.gone_at, owner.gone_how = epoch, None, ""
-        state.departed.pop((plural, owner.uid), None)
+        if state.departed.pop((plural, owner.uid), None) is not None:
+            state.enlist_guest(owner)
         state.changed(owner)
     if owner.request is request:
         if owner.phase != HELD and owner.generation != meta.generation:
@@ -109,6 +114,8 @@ def pool(state: State, obj: objects.IPPool, epoch: str) -> None:
         state.changes.pools.add(meta.name)
         _read(state, known)
         _published(state, known, obj)
+        if manual.asked(known):
+            state.release_asked[meta.name] = None
         return
     known.generation = meta.generation
     if known.epoch != epoch:
@@ -117,7 +124,9 @@ def pool(state: State, obj: objects.IPPool, epoch: str) -> None:
     if not state.ready:
         _published(state, known, obj)
     if known.view != view:
-        known.view = view
+        asked, known.view = manual.asked(known), view
+        if manual.asked(known) not in ("", asked):
+            state.release_asked[meta.name] = None
         state.changes.pools.add(meta.name)
         _read(state, known)
 
@@ -136,13 +145,21 @@ def _without_status(obj: objects.IPPool) -> objects.IPPool:
 
 
 def _published(state: State, known: Pool, obj: objects.IPPool) -> None:
-    """What the status says about holders, for adoption before the first decision."""
+    """What the status says about holders, for adoption before the first decision, and what status
+    and annotation say about former holders."""
     status = obj.status
-    claims = dict((status.allocated if status else None) or {})
+    claims = dict((status.allocated if status else None) or {}) if not state.ready else {}
     history = dict((status.allocated_history if status else None) or {})
-    if (claims, history) != (known.claims, known.history) and not state.ready:
+    text = (obj.metadata.annotations or {}).get(HISTORY_ANNOTATION, "")
+    try:
+        history |= msgspec.json.decode(text, type=dict[str, str]) if text else {}
+    except msgspec.MsgspecError:
+        history |= {}  # a hint and no more: without it nobody gets his old address back
+    if (claims, history) != (known.claims, known.history):
         known.claims, known.history = claims, history
         state.changes.pools.add(known.name)
+    if state.ready:
+        adopt.recall_histories(state, (known,))
 
 
 def _read(state: State, known: Pool) -> None:
@@ -171,6 +188,21 @@ def standing(view: objects.IPPool) -> tuple[str, str]:
     if view.spec.disabled or flag(view, DISABLED_ANNOTATION):
         return "PoolDisabled", "the pool is disabled"
     return "", ""
+
+
+# --- beside owners and pools ---
+
+
+def virtual_machine(state: State, obj: objects.VirtualMachine) -> None:
+    removed = guests.torn_down(obj)
+    if removed is not None:
+        state.clusters_removed[removed] = None
+
+
+def config_map(state: State, obj: objects.ConfigMap) -> None:
+    if legacy.wanted(obj):
+        state.legacy = (obj.metadata.uid, dict(obj.data or {}))
+        state.changes.clock = True
 
 
 # --- namespaces and absences ---

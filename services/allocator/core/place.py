@@ -100,15 +100,11 @@ def _let_go(state: State, lease: Lease, *, by_move: bool) -> None:
 
 def shown(state: State, owner: Owner, claims: tuple[int, ...]) -> None:
     """The owner's status shows these addresses: what retired in their favour may go."""
-    retiring = [lease for lease in owner.leases if lease.retiring]
-    for lease in retiring:
-        family = addresses.family(lease.address)
-        current = [
-            one
-            for one in owner.leases
-            if not one.retiring and addresses.family(one.address) == family
-        ]
-        if lease.address not in claims and all(one.address in claims for one in current):
+    current = [lease.address for lease in owner.leases if not lease.retiring]
+    if not all(address in claims for address in current):
+        return
+    for lease in owner.leases:
+        if lease.retiring and lease.address not in claims:
             release(state, lease, "request-changed")
 
 

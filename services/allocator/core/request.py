@@ -131,6 +131,7 @@ def of_load_balancer(obj: objects.LoadBalancer) -> Request:
         network=_network(annotations),
         cluster=_no_wildcard(annotations.get(CLUSTER_ANNOTATION, "")) if cluster else "",
         guest=_guest(meta.labels) if cluster else "",
+        guest_cluster=(meta.labels or {}).get(GUEST_LABELS[0], "") if cluster else "",
     )
 
 

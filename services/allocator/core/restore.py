@@ -29,12 +29,14 @@ def owner(state: State, stored: Owner) -> None:
         state.departed[stored.plural, stored.uid] = stored
     if stored.gone_how in ("", "vanished"):
         state.owners[stored.plural][stored.key] = stored
+    if stored.request.guest_cluster and stored.gone_at is None:
+        state.enlist_guest(stored)
 
 
 def lease(state: State, stored: Lease) -> None:
     stored.owner.leases = (*stored.owner.leases, stored)
     if stored.share:
-        stored.slots = stored.owner.request.slots
+        stored.slots, stored.policy = stored.owner.request.slots, stored.owner.request.policy
     if stored.retiring is not None:
         state.retiring[stored.id] = stored
     state.count(stored, 1)
@@ -67,4 +69,5 @@ def finish(state: State) -> None:
         elif one.phase == PENDING:
             state.undecided[one.plural, one.uid] = one
     state.strayed.clear()
+    state.guests_changed.clear()
     state.forget_changes()

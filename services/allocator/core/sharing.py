@@ -16,11 +16,10 @@ from services.allocator.core.state import State
 
 def compatible(lease: Lease, request: Request) -> bool:
     """Whether a request may join the holder of a lease on its address."""
-    other = lease.owner.request
     return (
         bool(request.share)
         and lease.share == request.sharing_key
-        and other.policy == request.policy
+        and lease.policy == request.policy
         and not _meet(lease.slots, request.slots)
     )
 
@@ -50,8 +49,9 @@ def still_shares(state: State, lease: Lease) -> bool:
 def restate_slots(state: State, lease: Lease) -> None:
     """Bring what a lease covers in step with the owner's request."""
     request = lease.owner.request
-    if lease.share != request.sharing_key or lease.slots != request.slots:
-        state.reshare(lease, request.sharing_key, request.slots)
+    wanted = (request.sharing_key, request.slots, request.policy)
+    if (lease.share, lease.slots, lease.policy) != wanted:
+        state.reshare(lease)
 
 
 def _meet(one: tuple[tuple[int, int], ...], other: tuple[tuple[int, int], ...]) -> bool:

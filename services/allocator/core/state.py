@@ -118,6 +118,12 @@ class State:
         self.usage: dict[QuotaKey, int] = {}
         self.retiring: dict[str, Lease] = {}
         self.moved: dict[tuple[str, str], Owner] = {}  # in a replay: who was granted an address
+        self.release_asked: dict[str, None] = {}  # pools with a manual release to answer
+        self.guests: dict[tuple[str, str], dict[str, Owner]] = {}  # namespace, cluster; uid
+        self.guests_changed: dict[str, Owner] = {}
+        self.clusters_removed: dict[tuple[str, str], None] = {}
+        self.legacy: tuple[str, dict[str, str]] | None = None  # a ConfigMap to import
+        self.imported = ""  # digest of the one that was
         self.strayed: dict[tuple[str, str], Owner] = {}  # to be told so
         self.showing: list[tuple[Owner, tuple[int, ...]]] = []  # statuses of those who move
         self.queues = Queues()
@@ -166,6 +172,18 @@ class State:
         self.owners[owner.plural][owner.key] = owner
         self.changes.owners[owner.plural, owner.uid] = owner
 
+    def enlist_guest(self, owner: Owner) -> None:
+        cluster = owner.request.guest_cluster
+        if cluster:
+            self.guests.setdefault((owner.namespace, cluster), {})[owner.uid] = owner
+            self.guests_changed[owner.uid] = owner
+
+    def _delist_guest(self, owner: Owner) -> None:
+        key = (owner.namespace, owner.request.guest_cluster)
+        group = self.guests.get(key)
+        if group is not None and group.pop(owner.uid, None) is not None and not group:
+            del self.guests[key]
+
     def depart(self, owner: Owner, how: str) -> None:
         """The object is gone. What it holds is released when that may be decided."""
         self.queues.leave(owner)
@@ -174,6 +192,8 @@ class State:
         self.undecided.pop((owner.plural, owner.uid), None)
         if how != "vanished":
             self._unname(owner)
+        if self.guests:
+            self._delist_guest(owner)
         self.changed(owner)
 
     def forget_owner(self, owner: Owner) -> None:
@@ -181,6 +201,8 @@ class State:
         self.undecided.pop((owner.plural, owner.uid), None)
         self.departed.pop((owner.plural, owner.uid), None)
         self._unname(owner)
+        if self.guests:
+            self._delist_guest(owner)
         self.changed(owner)
 
     def _unname(self, owner: Owner) -> None:
@@ -227,6 +249,7 @@ class State:
         lease = Lease(lease_id, owner, address, pool)
         if request.share:
             lease.share, lease.slots = request.sharing_key, request.slots
+            lease.policy = request.policy
         known = self.pools.get(pool)
         if known is not None:
             known.last_allocated = address
@@ -307,11 +330,12 @@ class State:
                     for key in quota_keys(pool.name, pool.quotas, need):
                         self.usage[key] = self.usage.get(key, 0) + 1
 
-    def reshare(self, lease: Lease, share: str, slots: tuple[tuple[int, int], ...]) -> None:
-        """Let a lease cover other ports, or be shared under another key."""
+    def reshare(self, lease: Lease) -> None:
+        """Let a lease cover what its owner asks for now: other ports, another key or policy."""
+        request = lease.owner.request
         if lease.share:
             self._share_count(lease, -1)
-        lease.share, lease.slots = share, slots if share else ()
+        lease.share, lease.slots, lease.policy = request.sharing_key, request.slots, request.policy
         if lease.share:
             self._share_count(lease, 1)
         self.freed.append((lease.pool, lease.address))
@@ -393,11 +417,12 @@ class State:
         held = space.holders(address) if space is not None else ()
         return held or self.strays.get(address, ())
 
-    def all_holders(self, lease: Lease) -> tuple[Lease, ...]:
-        """Everybody on the lease's address, itself included."""
+    def all_holders(self, lease: Lease) -> list[Lease]:
+        """Everybody on the lease's address, whichever pool it came from, itself included."""
+        found = {id(one): one for one in self.strays.get(lease.address, ())}
         for _, space in self.places(lease):
-            return space.holders(lease.address)
-        return self.strays.get(lease.address, ())
+            found.update((id(one), one) for one in space.holders(lease.address))
+        return list(found.values())
 
     # --- memory of who had what ---
 

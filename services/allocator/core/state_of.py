@@ -48,7 +48,7 @@ def fingerprint(state: State) -> str:
                 for lease in owner.leases
             )
             add(plural, key, owner.uid, owner.request, owner.phase, owner.epoch, leases)
-            add(owner.refusal, owner.claims, owner.gone_at, owner.gone_how)
+            add(owner.refusal, owner.claims, owner.gone_at, owner.gone_how, owner.condemned)
     waiting = sorted((o.ticket, o.plural, o.uid) for o in state.all_owners() if o.ticket)
     add([(plural, uid) for _, plural, uid in waiting], sorted(state.departed))
     for name, pool in sorted(state.pools.items()):
@@ -57,6 +57,7 @@ def fingerprint(state: State) -> str:
             memos = [(m.address, m.plural, m.key, m.released) for m in space.in_order()]
             add(family, space.shape, sorted(space.held), memos, space.fresh())
     usage = sorted((key, count) for key, count in state.usage.items() if count)
+    add(state.legacy, state.imported, sorted(state.guests))
     add(sorted(state.strays), sorted(state.retiring), usage)
     add(sorted((key, sorted(held.items())) for key, held in state.shares.items()))
     return digest.hexdigest()
