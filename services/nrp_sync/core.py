@@ -146,6 +146,9 @@ def _family(op: Operation) -> Literal[0, 4, 6]:
 
 def _end(state: State, op: Operation) -> None:
     """Nothing of it is left at the provider: forget it, and let the object go."""
+    state.note("service_operation_retries", "delete", op.kind, value=op.retries)
+    if op.orphan:
+        state.note("orphaned_resources_cleaned_total")
     del state.operations[op.key]
     state.members.pop(op.key)
     state.active.discard(op.key)

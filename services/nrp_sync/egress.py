@@ -15,7 +15,7 @@ import msgspec
 
 from schema import events, objects
 from schema.names import EGRESS_LABEL, NRP_FINALIZER
-from services.nrp_sync import operations
+from services.nrp_sync import images, operations
 from services.nrp_sync.core import member_of, settle, start, stirred
 from services.nrp_sync.desired import NOWHERE, Name, Reading, Source, parse_ip
 from services.nrp_sync.diff import Key, possible
@@ -125,7 +125,7 @@ def overdue(state: State, now: float) -> None:
     for name in sorted(name for name, until in state.awaited.items() if until <= now):
         pod = state.pods[name]
         pod.without = True
-        state.without_finalizer += 1
+        state.note("pod_finalizer_add_failed_total")
         state.tell_pods.add(name)
         _follow(state, pod, now)
 
@@ -308,8 +308,7 @@ def tell_pods(state: State, now: float) -> None:
 def _tell(state: State, name: Name, now: float) -> None:
     key, pod = ("pods", name), state.pods.get(name)
     if pod is None:
-        if state.told.pop(key, None) is not None:
-            state.dirty_told.add(key)
+        images.forget(state, "pods", name, "", now)
         return
     holds = pod.accepted or (pod.finalizer and not pod.released)
     reason, message = _standing(state, pod)

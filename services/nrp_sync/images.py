@@ -26,11 +26,11 @@ def tell_all(state: State, now: float) -> None:
 def tell(state: State, name: Name, now: float) -> None:
     service = state.services.get(name)
     if service is None:
-        _forget(state, name)
+        forget(state, "services", name, "", now)
         return
     op = state.operations.get(("inbound", service.identity))
     if op is None and not service.claimed and not service.finalizer:
-        _forget(state, name)
+        forget(state, "services", name, service.cause, now)
         return
     image = image_of(state, service, op)
     key = ("services", name)
@@ -47,9 +47,24 @@ def restate(state: State, now: float) -> None:
         state.say(msgspec.structs.replace(state.told[key], at=stamp(now)))
 
 
-def _forget(state: State, name: Name) -> None:
-    if state.told.pop(("services", name), None) is not None:
-        state.dirty_told.add(("services", name))
+def forget(state: State, plural: str, name: Name, cause: str, now: float) -> None:
+    """An object concerns us no more; whoever still keeps our finalizer on it is told."""
+    old = state.told.pop((plural, name), None)
+    if old is None:
+        return
+    state.dirty_told.add((plural, name))
+    if old.finalizer:
+        state.say(
+            events.ProviderStateChanged(
+                at=stamp(now),
+                owner=old.owner,
+                generation=old.generation,
+                finalizer=False,
+                in_step=True,
+                reason="Released",
+            ),
+            cause,
+        )
 
 
 def image_of(state: State, service: Service, op: Operation | None) -> events.ProviderStateChanged:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from datetime import UTC, datetime
 
 import sqlalchemy as sa
@@ -17,7 +18,7 @@ from services.kit.config import NrpSettings
 from services.kit.projector import Projector
 from services.kit.retry import wait_or_stop
 from services.kit.runtime import Runtime
-from services.nrp_sync import effects, store
+from services.nrp_sync import effects, metrics, store
 from services.nrp_sync.connecting import connect
 from services.nrp_sync.diff import Limits
 from services.nrp_sync.operations import Retrying
@@ -96,6 +97,7 @@ class Worker:
         self._unheard: dict[int, Outcome] = {}
         """Outcomes that no transaction has taken yet."""
         self._wake = asyncio.Event()
+        self._shown = 0.0
         projection.start = self._start
         projection.reloaded = self._reloaded
 
@@ -105,11 +107,19 @@ class Worker:
         try:
             while not self._rt.stop.is_set():
                 await self._rest()
+                self._show()
                 if self._projector.active and not self._rt.stop.is_set():
                     await self._projector.asubmit(Tick())
         finally:
             stopping.cancel()
             await self._end()
+
+    def _show(self) -> None:
+        """Refresh the gauges, at most once a second."""
+        now = time.time()
+        if now >= self._shown + 1.0:
+            self._shown = now
+            metrics.gauge(self._projection.state, now, active=self._projector.active)
 
     async def _rest(self) -> None:
         """Until something is due, or something has been committed that may change what is."""

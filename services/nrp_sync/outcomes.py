@@ -15,7 +15,7 @@ from services.nrp_sync import operations, readback
 from services.nrp_sync.core import settle, stirred
 from services.nrp_sync.desired import Name
 from services.nrp_sync.diff import WHOLE, Key, LocationCall, possible
-from services.nrp_sync.operations import Failure
+from services.nrp_sync.operations import Failure, Phase, Verb
 from services.nrp_sync.state import (
     Done,
     Ended,
@@ -26,6 +26,7 @@ from services.nrp_sync.state import (
     Part,
     Quarantined,
     State,
+    purpose,
     stamp,
     subjects_of,
 )
@@ -49,6 +50,7 @@ def finish(state: State, number: int, outcome: Outcome, now: float) -> None:
     lane.flights.discard(number)
     told = list(subjects_of(state, flight.request))
     state.ended[number] = _ended(outcome, now)
+    _note_attempts(state, flight, outcome)
     if isinstance(outcome, Done):
         lane.retries, lane.retry_at, lane.failure = 0, 0.0, None
         state.check_releases = True
@@ -81,6 +83,25 @@ def _ended(outcome: Outcome, now: float) -> Ended:
         failure.message,
         outcome.duration,
     )
+
+
+def _note_attempts(state: State, flight: Flight, outcome: Outcome) -> None:
+    """One sample for each service that the request was about, or one for the batch."""
+    request = flight.request
+    failed = isinstance(outcome, Failed)
+    result = "error" if failed else "success"
+    code = outcome.failure.metric if isinstance(outcome, Failed) else ""
+    state.note("requests_total", request.lane, request.verb, result, code)
+    state.note("request_duration_seconds", request.lane, value=outcome.duration)
+    for part in request.parts:
+        op = state.operations[part.key]
+        labels = (purpose(op), op.kind)
+        orphan = str(op.orphan).lower()
+        state.note("service_operations_total", *labels, result, code, orphan)
+        state.note("service_operation_duration_seconds", *labels, value=outcome.duration)
+        if failed and part.step.verb in (Verb.CLEAR, Verb.DETACH):
+            step = "remove_backend_pool" if op.kind == "inbound" else "disassociate_nat_gateway"
+            state.note("delete_substep_failures_total", step)
 
 
 def _event(
@@ -146,9 +167,12 @@ def _succeeded(state: State, flight: Flight, outcome: Done, now: float) -> None:
     for part in flight.request.parts:
         op = state.operations[part.key]
         state.suspect_ops.pop(part.key, None)
+        what, retries = purpose(op), op.retries
         operations.succeed(
             op, part.step, address=outcome.address, retrying=state.policy.retrying, now=now
         )
+        if op.phase is Phase.CREATED and op.complete:
+            state.note("service_operation_retries", what, op.kind, value=retries)
         settle(state, op, now)
     stirred(state, now)
 
@@ -208,6 +232,8 @@ def _locations_failed(
     stirred(state, now)
     if not _one_entry_may_be_wrong(lane, failure):
         _back_off(state, lane, failure, now, "locations")
+        if lane.retries == state.policy.retrying.tries:
+            state.note("location_sync_abandoned_total", "drain_attempts_exhausted")
         return
     keys, size = _keys(call), call.size()
     if size > 1:
@@ -215,6 +241,7 @@ def _locations_failed(
             state.suspects[key] = (size + 1) // 2
         return
     lane.retries = 0
+    state.note("location_sync_terminal_errors_total")
     cooldown = state.policy.retrying.cooldown
     for key in keys:
         state.suspects.pop(key, None)
@@ -234,7 +261,11 @@ def _step_failed(state: State, flight: Flight, part: Part, failure: Failure, now
     op = state.operations[part.key]
     state.suspect_ops.pop(part.key, None)
     before = None if flight.orphaned_until else flight.steps.get(part.key)
+    was = op.parked
     operations.fail(op, part.step, failure, before, retrying=state.policy.retrying, now=now)
+    if op.parked and not was:
+        state.note("service_operations_parked_total", op.parked)
+        state.note("service_operation_retries", purpose(op), op.kind, value=op.retries)
     if failure.kind == "overlay_mappings":
         state.read_wanted = True  # our view says that nothing refers to it, theirs differs
     settle(state, op, now)

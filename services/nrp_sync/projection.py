@@ -18,7 +18,16 @@ from schema.subjects import ObjectRef
 from schema.tables import nrp_sync as tables
 from services.kit.mirror import Mirror
 from services.kit.records import Hole, Record, Source, Work
-from services.nrp_sync import core, egress, images, nodes, outcomes, planning, store
+from services.nrp_sync import (
+    core,
+    egress,
+    images,
+    metrics,
+    nodes,
+    outcomes,
+    planning,
+    store,
+)
 from services.nrp_sync.desired import Name
 from services.nrp_sync.state import SOURCES, Outcome, Policy, Request, State
 from services.nrp_sync.wishes import IDLE_TIMEOUT, INTERNAL
@@ -116,6 +125,8 @@ class NrpProjection:
 
     def committed(self) -> None:
         requests, self._saved = self._saved, []
+        metrics.count(self.state.notes)
+        self.state.notes.clear()
         self.start(requests)
 
     def known(self) -> Iterable[tuple[ObjectRef, str]]:

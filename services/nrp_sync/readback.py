@@ -119,8 +119,11 @@ def reconcile(state: State, flight: Flight, snapshot: Snapshot, now: float) -> N
     found += _locations(state, flight, snapshot)
     state.read_at = now
     state.dirty_view = True
-    if not first:
+    if first:
+        state.note("first_read")
+    elif found:
         state.drift_found += found
+        state.note("drift_found_total", value=found)
     stirred(state, now)
 
 

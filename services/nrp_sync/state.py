@@ -18,7 +18,7 @@ from schema import events
 from services.nrp_sync import operations
 from services.nrp_sync.desired import Kind, Member, Name, Refs
 from services.nrp_sync.diff import Before, Key, Limits, LocationCall, Provided
-from services.nrp_sync.operations import Failure, Operation, Retrying, Step
+from services.nrp_sync.operations import Failure, Operation, Phase, Retrying, Step
 from services.nrp_sync.provider import (
     AddressLocation,
     LoadBalancer,
@@ -219,6 +219,14 @@ class Quarantined:
     attempts: int = 1
 
 
+class Note(NamedTuple):
+    """A count or a measure for the metrics, of something that has been committed."""
+
+    metric: str
+    labels: tuple[str, ...] = ()
+    value: float = 1.0
+
+
 class Said(NamedTuple):
     event: events.Event
     cause: str
@@ -253,7 +261,6 @@ class State:
         self.check_releases = False
         self.awaited: dict[Name, float] = {}
         """Pods whose finalizer is not seen yet, and until when it is waited for."""
-        self.without_finalizer = 0
         self.six_nodes = 0
         """How many nodes have an IPv6 address."""
         self.synced: set[str] = set()
@@ -282,6 +289,7 @@ class State:
         self.told: dict[tuple[str, Name], events.ProviderStateChanged] = {}
         # --- what leaves ---
         self.said: list[Said] = []
+        self.notes: list[Note] = []
         self.outgoing: list[Request] = []
         self.tell: set[Name] = set()
         self.tell_pods: set[Name] = set()
@@ -299,6 +307,9 @@ class State:
 
     def say(self, event: events.Event, cause: str = "") -> None:
         self.said.append(Said(event, cause))
+
+    def note(self, metric: str, *labels: str, value: float = 1.0) -> None:
+        self.notes.append(Note(metric, labels, value))
 
     def touch(self, op: Operation) -> None:
         """An operation changed: its row is to be written, it is to be looked at."""
@@ -318,6 +329,13 @@ class State:
         return self.last_number, str(
             uuid.uuid5(_NAMESPACE, f"{self.installation}:{self.last_number}")
         )
+
+
+def purpose(op: Operation) -> str:
+    """create, update or delete: what an operation is about just now."""
+    if op.deleting:
+        return "delete"
+    return "create" if op.applied is None and op.phase is not Phase.UPDATING else "update"
 
 
 def stamp(now: float) -> datetime:
