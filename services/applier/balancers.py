@@ -7,18 +7,17 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from schema import objects
+from schema import names, objects
 from schema.subjects import ObjectRef
 from services.applier import conditions, shapes, statuses
 from services.applier.conditions import Problem
-from services.applier.documents import OwnerDoc
+from services.applier.documents import OwnerDoc, Said
 from services.applier.plans import (
     Plan,
     Write,
     digest_of,
     ingress_write,
     marks_of,
-    notice_of,
     service_write,
     slice_write,
     status_write,
@@ -34,7 +33,7 @@ def load_balancer(made: Plan, doc: OwnerDoc, lb: objects.LoadBalancer) -> None:
     if known is None:
         return  # the API server says that it is gone; the watcher will
     if doc.condemned is not None:
-        _delete(made, doc, lb)
+        _delete(made, doc, doc.condemned)
         return
     if not doc.decided_on_address:
         return
@@ -59,15 +58,14 @@ def load_balancer(made: Plan, doc: OwnerDoc, lb: objects.LoadBalancer) -> None:
     if not patch.status:
         state.holds.pop(made.entity, None)
         return
-    if held(made, doc, patch, new=not (known.status and known.status.conditions)):
+    new = not (known.status and known.status.conditions)
+    if held(made, doc, soft=patch.soft, new=new):
         return
     made.add(status_write(made, doc, known, patch.status, wanted, marks))
 
 
-def _delete(made: Plan, doc: OwnerDoc, lb: objects.LoadBalancer) -> None:
+def _delete(made: Plan, doc: OwnerDoc, condemned: Said) -> None:
     """Nothing stands behind it any more."""
-    assert doc.condemned is not None
-    made.notices.append(notice_of(lb, doc.condemned))
     made.add(
         Write(
             key=Key(*doc.owner.ref),
@@ -78,8 +76,8 @@ def _delete(made: Plan, doc: OwnerDoc, lb: objects.LoadBalancer) -> None:
             body=None,
             digest=f"delete {doc.uid}",
             uid=doc.uid,
-            reason=doc.condemned.reason,
-            message=doc.condemned.message,
+            reason=condemned.reason,
+            message=condemned.message,
         )
     )
 
@@ -135,10 +133,10 @@ def _slices(made: Plan, doc: OwnerDoc, lb: objects.LoadBalancer) -> bool:
     """Returns whether every slice stands as wanted."""
     state = made.state
     standing = True
-    names_wanted = set()
+    wanted_names = set()
     for wanted in shapes.slices(lb, doc):
         name = wanted["metadata"]["name"]
-        names_wanted.add(name)
+        wanted_names.add(name)
         known = state.known(ObjectRef("endpointslices", doc.namespace, name))
         key = Key("endpointslices", doc.namespace, name)
         made.contested(key)
@@ -149,7 +147,7 @@ def _slices(made: Plan, doc: OwnerDoc, lb: objects.LoadBalancer) -> bool:
             uid = known.metadata.uid if known is not None else ""
             made.add(slice_write(made, key, doc.owner, "EndpointSlice", wanted, uid))
     for ref in state.slices_of(doc.uid):
-        if ref.name not in names_wanted:
+        if ref.name not in wanted_names:
             _drop(made, doc, ref)
     return standing
 
@@ -159,6 +157,8 @@ def _drop(made: Plan, doc: OwnerDoc, ref: ObjectRef) -> None:
     known = made.state.known(ref)
     if known is None or known.metadata.deletion_timestamp is not None:
         return
+    if names.SERVICELB_LABEL not in (known.metadata.labels or {}):
+        return  # somebody's own slice that hangs on the load balancer
     uid = known.metadata.uid
     made.add(
         Write(
@@ -192,7 +192,7 @@ def _ours(made: Plan, doc: OwnerDoc, known: Any, about: str) -> bool:
     return True
 
 
-def held(made: Plan, doc: OwnerDoc, patch: statuses.Patch, *, new: bool) -> bool:
+def held(made: Plan, doc: OwnerDoc, *, soft: bool, new: bool) -> bool:
     """Whether to wait with the status: for echoes a moment, for a first word on backends longer.
 
     A load balancer that already tells something is never told to be unknown because the prober's
@@ -208,7 +208,7 @@ def held(made: Plan, doc: OwnerDoc, patch: statuses.Patch, *, new: bool) -> bool
         if not new:
             return True
         limit = options.undecided_s
-    elif patch.soft or (made.pending and not made.problems) or _echoes(made, doc):
+    elif soft or (made.pending and not made.problems) or _echoes(made, doc):
         limit = options.echo_s
     else:
         return False

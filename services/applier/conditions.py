@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any, Final, NamedTuple
 
 from schema import objects
-from services.applier.documents import Backends, Mark, OwnerDoc, PoolDoc
+from services.applier.documents import Backends, Mark, OwnerDoc, PoolDoc, Provider
 from services.applier.shapes import BY_DHCP
 
 READY: Final = "Ready"
@@ -66,20 +66,32 @@ def of_load_balancer(
 
 def of_service(doc: OwnerDoc, published: Iterable[str], problems: Iterable[Problem]) -> list[Part]:
     """Conditions of a Service that asked for an address, by the names that a Service may carry."""
-    parts: list[Part] = []
     by_part = {problem.about: problem for problem in problems}
     if doc.provider is not None:
-        provider = doc.provider
-        reason = provider.reason or ("InStep" if provider.in_step else "Pending")
-        status = "True" if provider.in_step else "False"
-        parts.append(Part(SYNCED, status, reason, provider.message))
-        if provider.in_step and not provider.addresses:
-            parts.append(Part(PUBLISHED, "False", "WaitingForProvider", WAIT_ADDRESS))
+        return _of_provider(doc.provider, by_part.get(PUBLISHED))
+    parts = [_allocated(doc)]
+    if PUBLISHED in by_part or doc.leases:
+        parts.append(_published(doc, list(published), by_part.get(PUBLISHED)))
+    return _named([_ready(parts), *parts])
+
+
+def _of_provider(provider: Provider, problem: Problem | None) -> list[Part]:
+    """A Service whose address and front end are the provider's. One that is served stays Ready
+    while the provider catches up with a change."""
+    reason = provider.reason or ("InStep" if provider.in_step else "Pending")
+    synced = Part(SYNCED, "True" if provider.in_step else "False", reason, provider.message)
+    if problem is not None:
+        published = Part(PUBLISHED, "False", problem.reason, problem.message)
+    elif provider.addresses:
+        published = Part(PUBLISHED, "True", "Published", ", ".join(provider.addresses))
     else:
-        parts.append(_allocated(doc))
-        if PUBLISHED in by_part or doc.leases:
-            parts.append(_published(doc, list(published), by_part.get(PUBLISHED)))
-    return [part._replace(type=f"lbledger.io/{part.type}") for part in [_ready(parts), *parts]]
+        published = Part(PUBLISHED, "False", "WaitingForProvider", WAIT_ADDRESS)
+    told = [published] if provider.addresses else [synced, published]
+    return _named([_ready(told), synced, published])
+
+
+def _named(parts: list[Part]) -> list[Part]:
+    return [part._replace(type=f"lbledger.io/{part.type}") for part in parts]
 
 
 def of_pool(doc: PoolDoc, entries: int, limit: int) -> list[Part]:

@@ -8,11 +8,14 @@ stored as they are, so a restart goes on where the last commit stood.
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from schema import events
 
-TELL_LIMIT = 20  # things to tell about one object, at most
+TELL_LIMIT: Final = 20  # things to tell about one object, at most
+EARLY_LIMIT: Final = 64  # verdicts kept for an image that they overtook
 
 
 class Lease(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -200,9 +203,8 @@ def fold(doc: OwnerDoc, event: events.Decision) -> bool:
         case events.AddressContested():
             return _told(doc, Said("AddressContested", event.message))
         case events.OwnerCondemned():
-            changed = doc.condemned is None
             doc.condemned = Said(event.reason, event.message, warning=False)
-            return changed
+            return _told(doc, doc.condemned)
         case events.BackendsResolved():
             return _resolved(doc, event)
         case events.HealthChanged():
@@ -266,12 +268,13 @@ def _resolved(doc: OwnerDoc, event: events.BackendsResolved) -> bool:
 def _verdicts(doc: OwnerDoc, event: events.HealthChanged) -> bool:
     before = doc.backends
     if before is None:
-        doc.early = [*doc.early, event]
+        doc.early = [*doc.early, event][-EARLY_LIMIT:]
         return False
     if event.revision <= before.revision:
         return False
     if event.revision > before.revision + 1:
-        doc.early = [*doc.early, event]  # an image is on its way on the other subject
+        # An image is on its way on the other subject.
+        doc.early = [*doc.early, event][-EARLY_LIMIT:]
     doc.backends = with_verdicts(before, event)
     return msgspec.structs.replace(doc.backends, revision=0) != msgspec.structs.replace(
         before, revision=0

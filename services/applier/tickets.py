@@ -52,9 +52,14 @@ def service(made: Plan, doc: OwnerDoc) -> None:
     parts = conditions.of_service(doc, told, made.problems)
     marks = marks_of(made, doc.marks, parts, known.status)
     patch = statuses.service_patch(addresses if ours else None, marks, known)
-    if not patch.status or (patch.soft and held(made, doc, patch, new=False)):
-        if not patch.status:
-            state.holds.pop(made.entity, None)
+    if not patch.status:
+        state.holds.pop(made.entity, None)
+        return
+    # While the provider catches up with a change there is nothing new to tell: it mostly has, soon.
+    behind = (
+        doc.provider is not None and not doc.provider.in_step and "loadBalancer" not in patch.status
+    )
+    if (patch.soft or behind) and held(made, doc, soft=True, new=False):
         return
     made.add(status_write(made, doc, known, patch.status, addresses, marks))
 

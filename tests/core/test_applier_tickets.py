@@ -159,6 +159,24 @@ def test_provider_service_has_finalizer_then_ingress_then_nothing_left():
     assert world.service("svc") is None
 
 
+def test_served_provider_service_stays_ready_while_the_provider_catches_up():
+    """A change that is soon done is no write; one that takes long is told as ProviderSynced."""
+    world = World()
+    owner = world.ticket(class_=names.NRP_CLASS)
+    served = {"addresses": ["20.0.0.4"], "backends": 3}
+    provider(world, owner, in_step=True, reason="Registered", **served)
+    world.wait(5)
+    provider(world, owner, in_step=False, reason="Pending", **served)
+    assert world.run() == []
+    provider(world, owner, in_step=True, reason="Registered", **served)
+    assert world.wait(5) == []
+
+    provider(world, owner, in_step=False, reason="Throttled", message="retry in 40 s", **served)
+    assert said(world.wait(5)) == ["Service/status"]
+    assert world.condition(owner, "lbledger.io/ProviderSynced").reason == "Throttled"
+    assert world.condition(owner, "lbledger.io/Ready").status == "True"
+
+
 def test_finalizers_of_others_stay_and_a_conflict_is_thought_over():
     """Ours is set beside theirs; a list that changed meanwhile is read again."""
     world = World()
