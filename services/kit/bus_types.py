@@ -138,7 +138,7 @@ def status(raw: bytes | None) -> tuple[int, str]:
 
 def format_headers(headers: dict[str, str]) -> str:
     """Lines of a header block; BusError for what would be read as something else."""
-    if not headers.keys() <= _good_keys:
+    if not _good_keys.issuperset(headers):
         for name in headers:
             if not _KEY.fullmatch(name):
                 raise BusError(f"not a header name: {name!r} (must be a token of ASCII letters)")

@@ -35,6 +35,7 @@ STREAM = "LB"
 CHUNK = 1000  # what the server takes in one atomic batch
 BATCH_FROM = 24  # below this, single publishes answer sooner than one atomic batch
 IDS_AT_ONCE = 2000
+LOOKS_AT_ONCE = 64
 BACKLOG_LIMIT = 20_000
 PUBLISH_DEADLINE_S = 15.0
 _encode: Final = msgspec.json.Encoder().encode
@@ -253,19 +254,19 @@ class Outbox:
 
     async def _skip_sent(self, bus: Bus) -> None:
         """Leave out the rows that the replica before us published without deleting them."""
+        names = list(dict.fromkeys(row.subject for row in self._waiting))
         last: dict[str, int] = {}
-        kept: deque[Row] = deque()
-        for row in list(self._waiting):
-            if row.subject not in last:
-                message = await bus.last(STREAM, row.subject)
+        for start in range(0, len(names), LOOKS_AT_ONCE):
+            some = names[start : start + LOOKS_AT_ONCE]
+            found = await asyncio.gather(*(bus.last(STREAM, subject) for subject in some))
+            for subject, message in zip(some, found, strict=True):
                 header = message.headers.get(subjects.HEADER_OUTBOX, "") if message else ""
                 instance, _, row_id = header.partition(":")
-                last[row.subject] = int(row_id) if instance == self._instance else -1
-            if row.id <= last[row.subject]:
-                self._acked.append(row.id)
-            else:
-                kept.append(row)
-        self._waiting = kept
+                last[subject] = int(row_id) if instance == self._instance else -1
+        sent = {row.id for row in self._waiting if row.id <= last.get(row.subject, -1)}
+        # Taken out of what is there now: more may have been pushed meanwhile.
+        self._waiting = deque(row for row in self._waiting if row.id not in sent)
+        self._acked.extend(sorted(sent))
 
 
 def spans(ids: list[int]) -> list[Span]:

@@ -259,6 +259,74 @@ async def test_report_50_late_and_missing_outbox_ids_do_not_stop_the_relay(
         await other.close()
 
 
+LEAVE = """
+insert into prober.outbox (subject, msg_id, headers, body)
+select 'lb.lease.services.left.n' || n, 'left:' || n, '{}', convert_to('{}', 'UTF8')
+from generate_series(1, 400) n
+"""
+
+
+async def test_decisions_made_during_a_takeover_are_published(nats_url, database_url, table):
+    """While a relay finds out which rows of the replica before it were sent, new decisions are
+    committed: they are published too, after what was left."""
+    await table.execute(LEAVE)
+    async with feeder_of(nats_url) as feeder:
+        for i in range(20):
+            await feeder.seen(namespace(f"n{i}"))
+        async with Replica(nats_url, database_url):
+            for i in range(20, 40):
+                await feeder.seen(namespace(f"n{i}"))
+            await stored(table, n39=1)
+            await eventually(
+                lambda: table.fetchval("select count(*) = 0 from prober.outbox"), timeout=30
+            )
+
+        found = await decisions(nats_url)
+
+        assert 440 == len({m.subject for m in found}) == len(found)
+        assert ["left"] * 400 == [m.subject.split(".")[3] for m in found[:400]]
+
+
+@pytest.mark.parametrize("others", [1, 100], ids=["singly", "in a batch"])
+async def test_decision_over_the_limit_of_the_bus_stops_nothing(
+    nats_url, database_url, table, others
+):
+    """A decision that the bus does not carry is given up with an error; all others go out."""
+    insert = (
+        "insert into prober.outbox (subject, msg_id, headers, body)"
+        " values ('lb.lease.services.x.big', 'big', '{}', convert_to(repeat('x', 2000000), 'UTF8'))"
+    )
+    await table.execute(insert)
+    async with feeder_of(nats_url) as feeder:
+        await feeder.send_all(
+            [events.NamespaceSeen(at=T0, object=namespace(f"n{i}")) for i in range(others)]
+        )
+        async with Replica(nats_url, database_url):
+            await stored(table, **{f"n{i}": 1 for i in range(others)})
+            await eventually(
+                lambda: table.fetchval("select count(*) = 0 from prober.outbox"), timeout=30
+            )
+
+        found = await decisions(nats_url)
+
+        assert others == len({m.subject for m in found}) == len(found)
+
+
+async def test_ids_of_the_outbox_follow_the_commits_of_all_replicas(nats_url, database_url, table):
+    """A relay tells by the id what was already sent, so who takes over never goes back in it."""
+    async with feeder_of(nats_url) as feeder:
+        for turn in range(3):
+            async with Replica(nats_url, database_url):
+                await feeder.seen(namespace("n1", str(turn)))
+                await stored(table, n1=turn + 1)
+
+        found = await decisions(nats_url)
+
+        ids = [int(m.headers["Lb-Outbox"].partition(":")[2]) for m in found]
+        assert 3 == len(ids)
+        assert sorted(set(ids)) == ids
+
+
 @pytest.mark.parametrize("code", ["40001", "40P01"], ids=["serialization", "deadlock"])
 async def test_report_51_a_failed_transaction_is_run_again_as_a_whole(
     nats_url, database_url, table, code
