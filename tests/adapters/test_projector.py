@@ -262,7 +262,7 @@ async def test_report_50_late_and_missing_outbox_ids_do_not_stop_the_relay(
 LEAVE = """
 insert into prober.outbox (subject, msg_id, headers, body)
 select 'lb.lease.services.left.n' || n, 'left:' || n, '{}', convert_to('{}', 'UTF8')
-from generate_series(1, 400) n
+from generate_series(1, 4000) n
 """
 
 
@@ -283,8 +283,8 @@ async def test_decisions_made_during_a_takeover_are_published(nats_url, database
 
         found = await decisions(nats_url)
 
-        assert 440 == len({m.subject for m in found}) == len(found)
-        assert ["left"] * 400 == [m.subject.split(".")[3] for m in found[:400]]
+        assert 4040 == len({m.subject for m in found}) == len(found)
+        assert ["left"] * 4000 == [m.subject.split(".")[3] for m in found[:4000]]
 
 
 @pytest.mark.parametrize("others", [1, 100], ids=["singly", "in a batch"])
