@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
+import sqlalchemy as sa
+import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from schema import selection
 from schema.subjects import ObjectRef
-from services.allocator import store
+from services.allocator import queries, store
 from services.allocator.core import Rules, State, Tick, account, decide, next_deadline, tick
 from services.allocator.core.state_of import restated
 from services.kit.config import Settings
@@ -19,6 +22,8 @@ from services.kit.projector import Projector
 from services.kit.records import Record, Source, Work
 from services.kit.runtime import Runtime
 
+log = structlog.get_logger()
+FORGET_EVERY_S: Final = 60.0
 FILTERS: Final = (
     "kube.loadbalancers.>",
     "kube.services.>",
@@ -58,8 +63,16 @@ class AllocatorProjection:
         self.state = State(rules)
 
     async def load(self, conn: AsyncConnection) -> None:
+        """Read everything anew. The result is long-lived: the collector need not look at it."""
+        gc.unfreeze()
         self.state = State(self._rules)
-        await store.load(conn, self.state)
+        gc.collect()
+        gc.disable()
+        try:
+            await store.load(conn, self.state)
+        finally:
+            gc.enable()
+        gc.freeze()
 
     def apply(self, record: Record, work: Work) -> None:
         for event in decide(self.state, record.event, epoch=record.epoch, seq=record.seq):
@@ -92,9 +105,13 @@ async def run(rt: Runtime) -> None:
     projection = AllocatorProjection(rules_of(rt.settings))
     projector = Projector(rt, projection)
     async with asyncio.TaskGroup() as group:
-        timer = group.create_task(_tick(projection, projector))
+        tasks = [
+            group.create_task(_tick(projection, projector)),
+            group.create_task(_forget(rt, projector)),
+        ]
         await projector.run()
-        timer.cancel()
+        for task in tasks:
+            task.cancel()
 
 
 async def _tick(projection: AllocatorProjection, projector: Projector) -> None:
@@ -105,3 +122,20 @@ async def _tick(projection: AllocatorProjection, projector: Projector) -> None:
         now = datetime.now(UTC)
         if projector.active and due is not None and due <= now:
             await projector.asubmit(Tick(now))
+
+
+async def _forget(rt: Runtime, projector: Projector) -> None:
+    """End the retention of leases that are over, a little at a time, on the active replica."""
+    keep = timedelta(days=rt.settings.allocator.retention_days)
+    while True:
+        await asyncio.sleep(FORGET_EVERY_S)
+        if not keep or not projector.active:
+            continue
+        try:
+            engine = await rt.engine()
+            async with asyncio.timeout(30), engine.begin() as conn:
+                count = await queries.forget_closed(conn, keep)
+            if count:
+                log.info("ledger.forgotten", leases=count, older_than_days=keep.days)
+        except (sa.exc.SQLAlchemyError, OSError, TimeoutError) as error:
+            log.warning("ledger.forgetting_failed", why=type(error).__name__)

@@ -114,6 +114,7 @@ class AllocatorSettings(Section, frozen=True, kw_only=True):
     explicit_bypasses_scope: bool = False  # naming a pool is enough to use it, as in Harvester
     grace_s: float = 60.0  # before the lease of an owner that a complete list lacks is reclaimed
     cooldown_s: float = 0.0  # before a freed address goes to somebody else
+    retention_days: float = 365.0  # how long the ledger keeps leases that ended; 0: for ever
     retire_s: float = 60.0  # how long after a move the old address is kept if the new never shows
 
 

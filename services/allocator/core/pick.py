@@ -8,7 +8,7 @@ release is longest ago, once its cool-down is over.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from schema import addresses
 from schema.addresses import NAMES
@@ -16,6 +16,10 @@ from services.allocator.core import quota, sharing
 from services.allocator.core.model import Lease, Owner, Pool, Refusal, Request, Wait
 from services.allocator.core.space import Space
 from services.allocator.core.state import Choice, State
+
+REMEMBERED: Final = 65_536
+"""Free addresses of a pool whose last holder is remembered before they are used again: without a
+bound, owners that come and go would fill the memory with the addresses of a /64."""
 
 Considered = tuple[str, str, str]  # pool, reason, message
 
@@ -138,7 +142,7 @@ def choose_simply(state: State, owner: Owner) -> Pick | None:
     space = pool.spaces.get(family)
     if space is None or pool.quotas or space.inside >= space.shape.total:
         return None
-    address = space.fresh()
+    address = space.fresh() if len(space.free) < REMEMBERED else None
     return Pick(pool, address, "never-used") if address is not None else None
 
 
@@ -163,11 +167,11 @@ def choose(state: State, owner: Owner, pool: Pool, family: int) -> Pick | Miss:
         ):
             return Pick(pool, claim.address, "shown")
     if space.available > 0:
-        address = space.fresh()
-        if address is not None:
+        address, oldest = space.fresh(), space.longest_released()
+        reusable = oldest is not None and not state.cooling(space, oldest.address)
+        if address is not None and not (reusable and len(space.free) >= REMEMBERED):
             return Pick(pool, address, "never-used")
-        oldest = space.longest_released()
-        if oldest is not None and not state.cooling(space, oldest.address):
+        if oldest is not None and reusable:
             return Pick(pool, oldest.address, "longest-released")
     refusal = Refusal("PoolExhausted", exhausted(pool, space, family), pool.name)
     return Miss(refusal, (("pool", pool.name, family),))
