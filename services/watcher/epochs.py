@@ -95,7 +95,7 @@ async def _epoch(bus: Bus, memory: core.Memory, reason: str) -> str:
 
 
 async def _publish(bus: Bus, event: events.EpochStarted, expected: int) -> None:
-    publisher = bus.publisher(STREAM, deadline=10.0)
+    publisher = bus.publisher(STREAM, deadline=5.0)
     headers = {
         subjects.HEADER_EPOCH: event.epoch,
         subjects.HEADER_TYPE: events.tag_of(event),

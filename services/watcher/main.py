@@ -9,6 +9,7 @@ does not answer.
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any, Final
 
 import structlog
@@ -24,6 +25,7 @@ from services.watcher.listing import Follower
 from services.watcher.publishing import Publishing
 
 DRAIN_S: Final = 6.0  # of the ten seconds that a service has to stop
+STEADY_S: Final = 60.0  # a term that held this long was a good one
 HARVESTER: Final = "loadbalancer.harvesterhci.io"
 EGRESS_LABEL: Final = "kubernetes.azure.com/service-egress-gateway"
 
@@ -93,7 +95,10 @@ class Watcher:
                 log.warning("watcher.term.waiting", why=str(error))
                 await wait_or_stop(self._rt.stop, backoff.delay())
                 continue
+            began = time.monotonic()
             reason = await self._hold(term)
+            if time.monotonic() - began > STEADY_S:
+                backoff.reset()
             await wait_or_stop(self._rt.stop, backoff.delay() if reason else 0.0)
 
     def _streams(self) -> list[StreamSpec]:
@@ -108,6 +113,10 @@ class Watcher:
                 log.warning("watcher.stream.lost", why=why, epoch=term.epoch)
                 ended.set_result(why)
 
+        def defect(error: BaseException) -> None:
+            if not ended.done():
+                ended.set_exception(error)
+
         followers: dict[str, Follower] = {}
         publishing = Publishing(
             self._bus,
@@ -116,6 +125,7 @@ class Watcher:
             base=term.state.last_seq,
             lost=lost,
             diverged=lambda plural: followers[plural].ask_relist(),
+            defect=defect,
         )
         settings = self._rt.settings.watcher
         for kind in self._kinds:

@@ -5,42 +5,44 @@ subject whose lane is busy waits in the lane and is decided on when its turn com
 rests on the truth of the stream. When somebody else wrote to the subject (a second watcher), their
 message is read, taken over, and the observation is decided on again, with a growing jittered wait.
 
-Nothing is given up: while the bus is away facts wait in their lanes, and the lanes are bounded.
+Nothing is given up: while the bus is away facts wait in their lanes, and what waits is bounded.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter as Tally
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from random import getrandbits
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import structlog
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter
 
 from schema import events, subjects
-from services.kit.bus import Bus, BusError, Message, Published, Publisher, TooLarge, WrongLast
+from services.kit.bus import (
+    Bus,
+    BusError,
+    Message,
+    Published,
+    TooLarge,
+    Unavailable,
+    WrongLast,
+)
 from services.kit.bus import Outgoing as Envelope
-from services.kit.bus import Unavailable as BusUnavailable
 from services.kit.retry import Backoff
 from services.watcher import core, reading
 from services.watcher.deadletters import DeadLetters
 from services.watcher.foreign import STREAM, Foreign
-
-WINDOW: Final = 1024  # messages under way
-BATCH: Final = 500
-BATCH_FROM: Final = 150  # fewer are acknowledged sooner one by one
-ROOM: Final = 4096  # observations that were taken and not yet settled
+from services.watcher.sending import Sender
+from services.watcher.unsettled import Unsettled
 
 log = structlog.get_logger()
 _facts = Counter("lbledger_watcher_facts_total", "Facts acknowledged", ["plural", "type"])
 _quiet = Counter("lbledger_watcher_quiet_total", "Changes that were no facts", ["plural"])
 _conflicts = Counter("lbledger_watcher_conflicts_total", "Facts that another watcher forestalled")
-_unsettled = Gauge("lbledger_watcher_unsettled", "Observations taken and not yet settled")
 
 
 class Outgoing(NamedTuple):
@@ -73,7 +75,8 @@ class Publishing:
     """The facts of one term, from the moment its epoch stands until it ends.
 
     `lost` is called with the reason when the stream can't be the one that the term began on;
-    `diverged` with a plural when somebody else's last fact is older than the truth.
+    `diverged` with a plural when somebody else's last fact is older than the truth; `defect` with
+    an error that nothing here expects, after which no lane is to be trusted.
     """
 
     def __init__(
@@ -85,8 +88,8 @@ class Publishing:
         base: int,
         lost: Callable[[str], None],
         diverged: Callable[[str], None],
+        defect: Callable[[BaseException], None],
     ) -> None:
-        self._bus = bus
         self.epoch = epoch
         self._known = known
         self._on_lost = lost
@@ -94,19 +97,14 @@ class Publishing:
         self._base = base  # sequences of this term are above it
         self.top = base
         self.own: set[int] = set()  # sequences of ours since the last look for foreign ones
-        self._publisher: Publisher = bus.publisher(STREAM, window=WINDOW)
+        self._sender = Sender(bus, STREAM, defect)
         self._dead = DeadLetters(bus, epoch)
         self._foreign = Foreign(bus, epoch, self._lost)
         self._lanes: dict[str, Lane] = {}
-        self._due: list[Lane] = []  # to be sent at the end of this turn of the loop
-        self._busy: Tally[str] = Tally()
-        self._unsettled = 0
-        self._changed = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._unsettled = Unsettled()
         self._counters: dict[tuple[str, str], Counter] = {}
         self._quiet_counters: dict[str, Counter] = {}
         self._ended = False
-        _unsettled.set_function(lambda: self._unsettled)
 
     # --- taking observations ---
 
@@ -115,7 +113,7 @@ class Publishing:
         lane = self._lanes.get(seen.subject)
         if lane is not None:
             lane.queue.append(seen)
-            self._took(lane.plural, 1)
+            self._unsettled.took(lane.plural)
             return
         plural = seen.ref.plural
         known = self._known[plural].get(seen.subject)
@@ -124,7 +122,7 @@ class Publishing:
             self._note_quiet(plural, known, seen)
             return
         lane = self._lanes[seen.subject] = Lane(seen.subject, plural)
-        self._took(plural, 1)
+        self._unsettled.took(plural)
         self._begin(lane, seen, facts)
 
     def repeat(self, plural: str, subject: str, message: Message) -> None:
@@ -132,51 +130,45 @@ class Publishing:
         known = self._known[plural].get(subject)
         if known is None or subject in self._lanes or known.seq != message.seq:
             return
-        headers = {k: v for k, v in message.headers.items() if k.startswith("Lb-")}
+        kept = ("Lb-", subjects.HEADER_TRACE)
+        headers = {k: v for k, v in message.headers.items() if k.startswith(kept)}
         msg_id = core.repeated_id(message.headers.get(subjects.HEADER_MSG_ID, ""), message.seq)
         after = msgspec.structs.replace(known)
         lane = self._lanes[subject] = Lane(subject, plural)
-        self._took(plural, 1)
+        self._unsettled.took(plural)
         tag = headers.get(subjects.HEADER_TYPE, "")
         lane.messages.append(Outgoing(tag, message.data, headers, msg_id, after))
         self._send(lane)
 
     async def room(self) -> None:
-        """Wait, once the bound is reached, until half of it is settled."""
-        if self._unsettled >= ROOM:
-            while self._unsettled > ROOM // 2:
-                await self._wait_change()
+        """Wait while too many observations are unsettled."""
+        await self._unsettled.room()
 
     async def settled(self, plural: str) -> None:
         """Wait until everything that was taken of a kind is acknowledged, or was no fact."""
-        while self._busy[plural]:
-            await self._wait_change()
+        await self._unsettled.none_of(plural)
 
     async def drained(self, timeout: float) -> bool:
         """Wait until everything is settled, dead letters included; False when time is up."""
         try:
             async with asyncio.timeout(timeout):
-                while self._unsettled:
-                    await self._wait_change()
+                await self._unsettled.none()
                 await self._dead.drain(timeout)
-        except (TimeoutError, BusUnavailable):
+        except (TimeoutError, Unavailable):
             return False
         return True
 
     async def close(self) -> None:
         """Stop at once. What is under way may be stored; the next term reads what was."""
         self._ended = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._publisher.close()
+        await self._sender.close()
         await self._dead.close()
 
     # --- asking ---
 
     @property
     def pending(self) -> int:
-        return self._unsettled
+        return self._unsettled.total
 
     def known(self, plural: str) -> dict[str, core.Known]:
         return self._known[plural]
@@ -215,7 +207,7 @@ class Publishing:
             subjects.HEADER_EPOCH: self.epoch,
             subjects.HEADER_TYPE: events.tag_of(event),
         }
-        published = await self._publisher.publish(
+        published = await self._sender.publisher.publish(
             events.subject_of(event), events.encode(event), headers, msg_id=msg_id
         )
         self._acknowledged(published)
@@ -243,60 +235,38 @@ class Publishing:
         )
 
     def _send(self, lane: Lane) -> None:
-        """What is to be sent in one turn of the loop goes out together at its end."""
-        if not self._due:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._due.append(lane)
-
-    def _flush(self) -> None:
-        lanes, self._due = self._due, []
         if self._ended:
             return
-        if len(lanes) < BATCH_FROM:
-            for lane in lanes:
-                self._send_one(lane)
-            return
-        for start in range(0, len(lanes), BATCH):
-            self._later(self._send_together(lanes[start : start + BATCH]))
-
-    async def _send_together(self, lanes: list[Lane]) -> None:
-        """One atomic batch: a third of the cost of as many single messages."""
-        sent = [(lane.messages[0], self._last_of(lane)) for lane in lanes]
-        batch = [
-            Envelope(lane.subject, message.data, message.headers, message.msg_id, expected)
-            for lane, (message, expected) in zip(lanes, sent, strict=True)
-        ]
-        try:
-            answers = await self._publisher.publish_batch(batch)
-        except BusError:
-            # One of them was refused or is too large. One by one, each learns its own fate; what
-            # was stored is recognised by its id.
-            for lane in lanes:
-                self._send_one(lane)
-            return
-        for lane, (message, expected), published in zip(lanes, sent, answers, strict=True):
-            self._take(lane, message, expected, published)
-
-    def _last_of(self, lane: Lane) -> int:
+        message = lane.messages[0]
         known = self._known[lane.plural].get(lane.subject)
-        return 0 if known is None else known.seq
+        expected = 0 if known is None else known.seq
+        self._sender.send(
+            Envelope(lane.subject, message.data, message.headers, message.msg_id, expected),
+            partial(self._answered, lane, message, expected),
+        )
 
-    def _send_one(self, lane: Lane) -> None:
+    def _answered(
+        self, lane: Lane, message: Outgoing, expected: int, outcome: Published | BusError
+    ) -> None:
         if self._ended:
             return
-        message, expected = lane.messages[0], self._last_of(lane)
-        try:
-            future = self._publisher.submit(
-                lane.subject, message.data, message.headers, msg_id=message.msg_id,
-                expected=expected,
-            )  # fmt: skip
-        except TooLarge as error:
-            self._shrink(lane, message, error)
-            return
-        future.add_done_callback(partial(self._answered, lane, message, expected))
+        match outcome:
+            case Published():
+                self._take(lane, message, expected, outcome)
+            case WrongLast():
+                self._sender.later(self._resolve(lane, outcome))
+            case TooLarge():
+                self._shrink(lane, message, outcome)
+            case _ if type(outcome) is BusError:  # not a message that any bus takes
+                self._give_up(lane, message, outcome)
+            case _:
+                self._sender.later(self._resend(lane, outcome))
 
     def _shrink(self, lane: Lane, message: Outgoing, error: TooLarge) -> None:
         """Put the largest form that fits in place of a message that does not."""
+        if message.unfit is not None:  # what was said instead of an object; nothing is smaller
+            self._give_up(lane, message, error)
+            return
         seen, known = lane.seen, self._known[lane.plural].get(lane.subject)
         lane.messages.popleft()
         if isinstance(seen, core.Sight) and seen.view is not None and not message.after.gone:
@@ -323,22 +293,15 @@ class Publishing:
         else:
             self._next(lane)
 
-    def _answered(
-        self, lane: Lane, message: Outgoing, expected: int, future: asyncio.Future[Published]
-    ) -> None:
-        if self._ended or future.cancelled():
-            return
-        error = future.exception()
-        if isinstance(error, WrongLast):
-            self._later(self._resolve(lane, error))
-        elif error is not None:
-            self._later(self._resend(lane, error))
-        else:
-            self._take(lane, message, expected, future.result())
+    def _give_up(self, lane: Lane, message: Outgoing, error: BusError) -> None:
+        """A message that no bus takes: its observation is dropped with a dead letter."""
+        log.error("watcher.fact.impossible", subject=lane.subject, why=str(error))
+        excerpt = message.data[: reading.EXCERPT].decode("utf-8", "replace")
+        self._dead.send(str(error), lane.subject, excerpt, 0, message.msg_id)
+        lane.messages.clear()
+        self._next(lane)
 
     def _take(self, lane: Lane, message: Outgoing, expected: int, published: Published) -> None:
-        if self._ended:
-            return
         if published.seq > expected:
             self._stored(lane, message, published)
         elif not published.duplicate:
@@ -369,7 +332,7 @@ class Publishing:
         """The observation is settled; go on with what waited behind it."""
         known = self._known[lane.plural]
         while True:
-            self._took(lane.plural, -1)
+            self._unsettled.settled(lane.plural)
             if not lane.queue:
                 del self._lanes[lane.subject]
                 return
@@ -427,16 +390,6 @@ class Publishing:
         self.own.add(seq)
         self.top = max(self.top, seq)
 
-    def _took(self, plural: str, number: int) -> None:
-        self._busy[plural] += number
-        self._unsettled += number
-        if number < 0 and (self._unsettled <= ROOM // 2 or not self._busy[plural]):
-            self._changed.set()
-
-    async def _wait_change(self) -> None:
-        self._changed.clear()
-        await self._changed.wait()
-
     def _note_quiet(self, plural: str, known: core.Known | None, seen: core.Observation) -> None:
         core.quiet(known, seen)
         counter = self._quiet_counters.get(plural)
@@ -449,8 +402,3 @@ class Publishing:
         if counter is None:
             counter = self._counters[plural, tag] = _facts.labels(plural, tag.partition(".")[0])
         counter.inc()
-
-    def _later(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
