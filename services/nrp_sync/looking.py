@@ -293,6 +293,8 @@ async def compare(
     if snapshot is not None:
         believed = _believed(state)
         readback.reconcile(state, Flight(_reading(now)), snapshot, now)
+        while state.comparing is not None:
+            readback.compare_some(state, now)
         drift = drifted(believed, _believed(state))
     return Comparison(pending=pending, drift=drift, requests=planned(state, now))
 

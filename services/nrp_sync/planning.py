@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import msgspec
 
 from schema import events
-from services.nrp_sync import egress, operations
+from services.nrp_sync import egress, operations, readback
 from services.nrp_sync.core import settle
 from services.nrp_sync.desired import Name
 from services.nrp_sync.diff import Key
@@ -50,6 +50,7 @@ NEVER = float("inf")
 def plan(state: State, now: float) -> None:
     """Begin every request that is due; they are in `state.outgoing` then."""
     egress.overdue(state, now)
+    readback.compare_some(state, now)
     _read(state, now)
     if not state.read_at or now < state.gate_until:
         return
@@ -74,6 +75,8 @@ def next_due(state: State, now: float) -> float:
     """When the next request may be due if nothing happens before; infinity for never."""
     floor = state.gate_until
     due = [max(_read_due(state, now), floor), min(state.awaited.values(), default=NEVER)]
+    if state.comparing is not None:
+        due.append(now)
     if not state.read_at:
         return min(due)
     due.append(max(_locations_due(state, now), floor))
@@ -231,7 +234,7 @@ def _quarantined(state: State, key: Key, now: float) -> bool:
 
 def _read_due(state: State, now: float) -> float:
     lane = state.lanes["read"]
-    if lane.flights:
+    if lane.flights or state.comparing is not None:
         return NEVER
     if not state.read_at and not state.complete:
         return NEVER  # nothing would be sent after it either

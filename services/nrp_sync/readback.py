@@ -8,9 +8,11 @@ compared whole, never by their beginning, and what is not ours by its exact name
 
 from __future__ import annotations
 
+from typing import Final
+
 from services.nrp_sync import operations
 from services.nrp_sync.core import member_of, settle, start, stirred
-from services.nrp_sync.desired import NONE, Kind, Name
+from services.nrp_sync.desired import NONE, Kind, Name, Refs
 from services.nrp_sync.operations import BALANCER, POOL, REGISTRATION, Mark, Operation, Phase
 from services.nrp_sync.provider import (
     DEFAULT_SERVICE,
@@ -19,10 +21,8 @@ from services.nrp_sync.provider import (
     PublicAddress,
     ServiceRegistration,
     asked,
-    canonical_ip,
-    canonical_names,
 )
-from services.nrp_sync.state import Flight, OpKey, Snapshot, State
+from services.nrp_sync.state import Comparing, Flight, OpKey, Snapshot, State
 from services.nrp_sync.wishes import (
     InboundSpec,
     OutboundSpec,
@@ -32,6 +32,9 @@ from services.nrp_sync.wishes import (
     nat_gateway,
     owner_of_public_ip,
 )
+
+AT_ONCE: Final = 20_000
+"""Addresses that are compared in one go, some 10 ms."""
 
 
 class _Shown:
@@ -105,9 +108,8 @@ class _Shown:
 
 
 def reconcile(state: State, flight: Flight, snapshot: Snapshot, now: float) -> None:
-    """Take a complete reading."""
+    """Take a complete reading: resources at once, locations by `compare_some`."""
     shown = _Shown(snapshot)
-    first = not state.read_at
     found = 0
     for key in sorted(state.operations):
         if key not in flight.touched_ops and not state.operations[key].flight:
@@ -116,15 +118,40 @@ def reconcile(state: State, flight: Flight, snapshot: Snapshot, now: float) -> N
         for kind, identity in shown.unclaimed(set(state.operations) | flight.touched_ops):
             found += 1
             _adopt(state, kind, identity, shown, now)
-    found += _locations(state, flight, snapshot)
-    state.read_at = now
-    state.dirty_view = True
-    if first:
+    provided = state.provided
+    held = _ours(snapshot)
+    left = held.keys() | provided.desired.at.keys() | provided.deviant.keys()
+    left |= provided.located.keys()
+    state.comparing = Comparing(flight, held, sorted(left, reverse=True), found)
+    compare_some(state, now)
+
+
+def compare_some(state: State, now: float) -> None:
+    """Compare some thousand addresses, so that a big reading holds up nobody for long."""
+    work = state.comparing
+    if work is None:
+        return
+    provided, budget = state.provided, AT_ONCE
+    while work.left and budget > 0:
+        location = work.left.pop()
+        budget -= 1 + len(provided.desired.at.get(location, ()))
+        if location not in work.flight.touched_locations and location not in provided.busy:
+            work.found += _location(state, location, work.shown.get(location))
+    stirred(state, now)
+    if not work.left:
+        state.comparing = None
+        _finish(state, work.found, now)
+
+
+def _finish(state: State, found: int, now: float) -> None:
+    if not state.read_at:
         state.note("first_read")
     elif found:
         state.drift_found += found
         state.note("drift_found_total", value=found)
-    stirred(state, now)
+    state.read_at = now
+    state.dirty_view = True
+    state.check_releases = True
 
 
 def _compare(state: State, op: Operation, shown: _Shown, now: float) -> int:
@@ -158,38 +185,34 @@ def _adopt(state: State, kind: Kind, identity: str, shown: _Shown, now: float) -
     settle(state, op, now)
 
 
-def _locations(state: State, flight: Flight, snapshot: Snapshot) -> int:
-    provided = state.provided
-    shown: dict[str, dict[str, tuple[str, ...]]] = {}
+def _ours(snapshot: Snapshot) -> dict[str, dict[str, Refs]]:
+    """Locations and addresses, without what only the provider's own service uses."""
+    found: dict[str, dict[str, Refs]] = {}
     for entry in snapshot.locations:
         addresses = {
-            canonical_ip(item.address): tuple(
-                name for name in canonical_names(item.services) if name != DEFAULT_SERVICE
-            )
+            item.address: item.services
+            if DEFAULT_SERVICE not in item.services
+            else tuple(name for name in item.services if name != DEFAULT_SERVICE)
             for item in entry.addresses
         }
-        # What only the provider's own service uses is none of our business.
         ours = {address: names for address, names in addresses.items() if names}
         if ours or not addresses:
-            shown.setdefault(canonical_ip(entry.location), {}).update(ours)
-    held = {key.location for key, _ in provided.held()}
-    found = 0
-    for location in sorted(shown.keys() | held | provided.located.keys()):
-        if location in flight.touched_locations or location in provided.busy:
-            continue
-        found += _location(state, location, shown.get(location))
+            found[entry.location] = ours
     return found
 
 
-def _location(state: State, location: str, shown: dict[str, tuple[str, ...]] | None) -> int:
+def _location(state: State, location: str, shown: dict[str, Refs] | None) -> int:
     provided = state.provided
-    found = 0
+    there = shown or {}
     known = provided.desired.at.get(location, {}).keys() | provided.deviant.get(location, {}).keys()
-    for address in sorted(known | (shown or {}).keys()):
-        there = (shown or {}).get(address, NONE)
-        if provided.seen(location, address) != there:
-            provided.see(location, address, there)
-            found += 1
+    wrong = [
+        address
+        for address in known | there.keys()
+        if provided.seen(location, address) != there.get(address, NONE)
+    ]
+    for address in sorted(wrong):
+        provided.see(location, address, there.get(address, NONE))
+    found = len(wrong)
     there_at_all = True if shown is not None else None
     if provided.located.get(location) is not there_at_all:
         provided.locate(location, there_at_all)

@@ -132,6 +132,16 @@ class Flight:
 
 
 @dataclass(slots=True)
+class Comparing:
+    """A reading whose locations are still being compared, some at a time."""
+
+    flight: Flight
+    shown: dict[str, dict[str, Refs]]
+    left: list[str]
+    found: int = 0
+
+
+@dataclass(slots=True)
 class Lane:
     """Requests of one sort: how they have been going."""
 
@@ -277,6 +287,7 @@ class State:
         self.read_at = 0.0
         """When the provider was last read completely, 0 for never: then nothing is sent yet."""
         self.read_wanted = False
+        self.comparing: Comparing | None = None
         self.drift_found = 0
         self.quarantine: dict[Key, Quarantined] = {}
         self.suspects: dict[Key, int] = {}
@@ -323,6 +334,8 @@ class State:
     def readings(self) -> Iterator[Flight]:
         for number in self.lanes["read"].flights:
             yield self.flights[number]
+        if self.comparing is not None:
+            yield self.comparing.flight
 
     def next_id(self) -> tuple[int, str]:
         self.last_number += 1
@@ -335,7 +348,7 @@ def purpose(op: Operation) -> str:
     """create, update or delete: what an operation is about just now."""
     if op.deleting:
         return "delete"
-    return "create" if op.applied is None and op.phase is not Phase.UPDATING else "update"
+    return "create" if op.phase in (Phase.NOT_STARTED, Phase.CREATING) else "update"
 
 
 def stamp(now: float) -> datetime:

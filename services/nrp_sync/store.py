@@ -6,7 +6,7 @@ fixed order. A request that was sent and has no outcome in its row is taken up a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -19,7 +19,7 @@ from schema import events
 from schema.tables import nrp_sync as t
 from schema.tables import service_tables
 from services.nrp_sync import core, egress, planning
-from services.nrp_sync.desired import LeftOut, Name, Source
+from services.nrp_sync.desired import LeftOut, Name, Refs, Source
 from services.nrp_sync.diff import Key, LocationCall, Maybe, Seen
 from services.nrp_sync.operations import Mark, Operation, Phase
 from services.nrp_sync.provider import LoadBalancer, NatGateway, PublicAddress, ServiceBatch
@@ -36,7 +36,7 @@ from services.nrp_sync.state import (
 )
 from services.nrp_sync.wishes import InboundSpec, OutboundSpec
 
-CHUNK = 5_000
+CHUNK = 500
 
 
 # --- loading ------------------------------------------------------------------------------------
@@ -86,11 +86,7 @@ async def finish_load(conn: AsyncConnection, state: State, now: float, flying: s
     for key in sorted(state.operations):
         core.resume(state, state.operations[key])
     located = {row.location: row.sure for row in await conn.execute(sa.select(t.location))}
-    held: list[tuple[str, str, Seen]] = []
-    query = sa.select(t.address).order_by(t.address.c.location, t.address.c.address)
-    async for row in await conn.stream(query.execution_options(yield_per=CHUNK)):
-        services = tuple(row.services)
-        held.append((row.location, row.address, services if row.sure else Maybe(services)))
+    held = [row async for row in _held(conn)]
     state.provided.fill(held, located)
     core.stirred(state, now)
     sent = sa.select(t.request).where(t.request.c.state == "sent").order_by(t.request.c.number)
@@ -104,6 +100,28 @@ async def finish_load(conn: AsyncConnection, state: State, now: float, flying: s
         flight.steps.clear()
         if request.number not in flying:
             flight.orphaned_until = now + state.policy.orphan_grace
+
+
+async def _held(conn: AsyncConnection) -> AsyncIterator[tuple[str, str, Seen]]:
+    """What the provider holds, one row of the database for each location."""
+    a, by = t.address.c, t.address.c.address
+    query = (
+        sa.select(
+            a.location,
+            sa.func.array_agg(pg.aggregate_order_by(a.address, by)).label("addresses"),
+            sa.func.array_agg(
+                pg.aggregate_order_by(sa.func.array_to_string(a.services, " "), by)
+            ).label("services"),
+            sa.func.array_agg(pg.aggregate_order_by(a.sure, by)).label("sure"),
+        )
+        .group_by(a.location)
+        .order_by(a.location)
+    )
+    same: dict[str, Refs] = {}
+    async for row in await conn.stream(query.execution_options(yield_per=CHUNK)):
+        for address, text, sure in zip(row.addresses, row.services, row.sure, strict=True):
+            refs = same.setdefault(text, tuple(text.split()))
+            yield row.location, address, refs if sure else Maybe(refs)
 
 
 async def _load_slices(conn: AsyncConnection, state: State) -> None:
@@ -124,9 +142,17 @@ async def _load_slices(conn: AsyncConnection, state: State) -> None:
         desired.slices[name] = source
         if service is not None:
             desired.by_service.setdefault(service, set()).add(source)
-    query = sa.select(t.endpoint).execution_options(yield_per=CHUNK)
-    async for row in await conn.stream(query):
-        desired.restore(Name(row.namespace, row.slice), row.address, row.node)
+    e = t.endpoint.c
+    query = sa.select(
+        e.namespace,
+        e.slice,
+        sa.func.array_agg(e.address).label("addresses"),
+        sa.func.array_agg(e.node).label("nodes"),
+    ).group_by(e.namespace, e.slice)
+    async for row in await conn.stream(query.execution_options(yield_per=CHUNK)):
+        name = Name(row.namespace, row.slice)
+        for address, node in zip(row.addresses, row.nodes, strict=True):
+            desired.restore(name, address, node)
 
 
 async def _load_view(conn: AsyncConnection, state: State) -> None:
