@@ -87,8 +87,10 @@ async def _load_leases(
     conn: AsyncConnection, state: State, owners: dict[tuple[str, str], Owner]
 ) -> None:
     lease = tables.lease
-    query = (
-        sa.select(
+    pools: dict[str, str] = {}
+    # Two questions, each answered by its own partial index however long the history is.
+    for shared in (lease.c.sharing_key == "", lease.c.sharing_key != ""):
+        query = sa.select(
             lease.c.id,
             lease.c.plural,
             lease.c.uid,
@@ -96,19 +98,15 @@ async def _load_leases(
             lease.c.pool,
             lease.c.sharing_key,
             lease.c.retiring,
-        )
-        .where(sa.func.upper_inf(lease.c.during))
-        .execution_options(yield_per=_CHUNK)
-    )
-    result = await conn.stream(query)
-    pools: dict[str, str] = {}
-    async for part in result.partitions():
-        for lease_id, plural, uid, address, pool, share, retiring in part:
-            pool = pools.setdefault(pool, pool)
-            number = addresses.parse_canonical(address)
-            held = Lease(lease_id, owners[plural, uid], number, pool, share)
-            held.retiring = retiring
-            restore.lease(state, held)
+        ).where(sa.func.upper_inf(lease.c.during), shared)
+        result = await conn.stream(query.execution_options(yield_per=_CHUNK))
+        async for part in result.partitions():
+            for lease_id, plural, uid, address, pool, share, retiring in part:
+                pool = pools.setdefault(pool, pool)
+                number = addresses.parse_canonical(address)
+                held = Lease(lease_id, owners[plural, uid], number, pool, share)
+                held.retiring = retiring
+                restore.lease(state, held)
 
 
 async def _load_memos(conn: AsyncConnection, state: State) -> None:

@@ -66,6 +66,18 @@ async def test_two_leases_of_one_address_never_overlap_in_time(
     with pytest.raises(sa.exc.IntegrityError):
         await insert(engine, "b", address, "[2026-02-01,2026-03-01)")
     await insert(engine, "b", address, "[2025-01-01,2026-01-01)")
+    with pytest.raises(sa.exc.IntegrityError):
+        await insert(engine, "c", address, "[2025-06-01,2025-07-01)")
+    with pytest.raises(sa.exc.IntegrityError):
+        await insert(engine, "c", address, "[2025-06-01,2025-07-01)", key="k")
+    with pytest.raises(sa.exc.IntegrityError):
+        await insert(engine, "c", address, slots="{[80,81)}", key="k")
+    await insert(engine, "free", "192.0.2.77", "[2025-01-01,2026-01-01)")
+    with pytest.raises(sa.exc.IntegrityError):
+        await insert(engine, "late", "192.0.2.77", "[2025-12-31,)")
+    with pytest.raises(sa.exc.IntegrityError):
+        async with engine.begin() as conn:
+            await conn.execute(sa.text("update allocator.lease set address = '192.0.2.77'"))
 
 
 async def test_sharers_of_an_address_differ_in_port_or_protocol(engine: AsyncEngine) -> None:
