@@ -189,6 +189,19 @@ class LeaseReleased(Event, frozen=True, kw_only=True, tag="LeaseReleased.v1"):
     reason: str  # owner-deleted | request-changed | replaced | reclaimed | manual ...
 
 
+class LeasesRestated(Event, frozen=True, kw_only=True, tag="LeasesRestated.v1"):
+    """All leases that stand on the addresses from `first` up to, not including, `before`.
+
+    Said after the LB stream was lost, following the leases themselves: whoever still knows another
+    lease on these addresses knows one whose release the log lost. IPv4 sorts before IPv6; empty
+    is the beginning, or the end, of all addresses.
+    """
+
+    first: str = ""
+    before: str = ""
+    leases: list[str]
+
+
 class PoolVerdict(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Why a pool that was considered did not serve."""
 
@@ -434,6 +447,7 @@ Decision: TypeAlias = (
     | LeaseAdopted
     | LeaseReleased
     | LeaseRefused
+    | LeasesRestated
     | AddressDelegated
     | AddressContested
     | OwnerCondemned
@@ -539,6 +553,8 @@ def subject_of(event: Event) -> str:
         case PoolsImported():
             ref = ObjectRef("configmaps", event.namespace, event.name)
             return subjects.object_subject("lb.lease", ref)
+        case LeasesRestated():
+            return subjects.RESTATED_SUBJECT
         case DeadLettered():
             return subjects.dead_subject(event.service)
         case EpochStarted():

@@ -92,6 +92,8 @@ def _address(tag: str) -> str:
         return ".".join([*words[:2], "{plural}"][: len(words)])
     if words[:2] == ["lb", "dead"]:
         return "lb.dead.{service}"
+    if len(words) == 3:
+        return ".".join(words)
     if words[0] == "kube" and tag.split(".")[0] not in ("ObjectGone", "ObjectUnfit"):
         return f"kube.{words[1]}.{{namespace}}.{{name}}"
     head = words[: len(words) - 3]

@@ -17,6 +17,7 @@ KUBE_BRANCH: Final = "kube"
 NO_NAMESPACE: Final = "_"
 EPOCH_SUBJECT: Final = "kube.epoch"
 SYNC_PREFIX: Final = "kube.sync."
+RESTATED_SUBJECT: Final = "lb.lease.restated"
 
 # Headers. NATS header values are single-valued strings here.
 HEADER_MSG_ID: Final = "Nats-Msg-Id"

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from datetime import datetime, timedelta
 from typing import Any, Final
 
-from schema import events, objects
+from schema import addresses, events, objects
 from schema.subjects import ObjectRef
 from services.applier.documents import (
     Bookings,
@@ -223,6 +223,9 @@ class State:
         if isinstance(event, events.PoolAccounted | events.ReleaseAnswered):
             self._pool_said(event)
             return
+        if isinstance(event, events.LeasesRestated):
+            self._drop_unlisted(event)
+            return
         if isinstance(event, events.PoolsImported):
             self.imports[event.uid] = import_of(event)
             self.unsaved.imports.add(event.uid)
@@ -245,6 +248,27 @@ class State:
         self.unsaved.owners.add(owner.uid)
         if owner.uid in self._gone and doc.idle:
             self.forget(owner.uid)
+
+    def _drop_unlisted(self, event: events.LeasesRestated) -> None:
+        """Give up the leases on these addresses that do not stand: the log lost their releases."""
+        first = addresses.parse(event.first) if event.first else 0
+        before = addresses.parse(event.before) if event.before else None
+        standing = set(event.leases)
+        for doc in list(self.owners.values()):
+            for lease in doc.leases:
+                number = addresses.parse(lease.address)
+                inside = first <= number and (before is None or number < before)
+                if inside and lease.lease not in standing:
+                    self.decide(
+                        events.LeaseReleased(
+                            at=event.at,
+                            owner=doc.owner,
+                            lease=lease.lease,
+                            address=lease.address,
+                            pool=lease.pool,
+                            reason="not-restated",
+                        )
+                    )
 
     def _pool_said(self, event: events.PoolAccounted | events.ReleaseAnswered) -> None:
         pool = self.pools.setdefault(event.pool, PoolDoc(name=event.pool, uid=event.uid))

@@ -126,6 +126,9 @@ def tell(entry: Entry) -> str:
             others = [v for v in event.considered if v.message != event.message]
             considered = "".join(f"; {v.pool}: {v.message or v.reason}" for v in others)
             return f"{event.reason}: {event.message}{considered}"
+        case events.LeasesRestated():
+            between = f"{event.first or 'the first address'} to {event.before or 'the last'}"
+            return f"{len(event.leases)} leases stand from {between}"
         case events.AddressDelegated():
             return f"{event.address}: the announcer obtains an address by DHCP"
         case events.PoolAccounted():

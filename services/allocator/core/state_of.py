@@ -7,12 +7,15 @@ for equal states, however they came to be.
 from __future__ import annotations
 
 import hashlib
+from typing import Final
 
-from schema import events
+from schema import addresses, events
 from services.allocator.core.ledger import adopted, event_owner
 from services.allocator.core.model import DELEGATED
 from services.allocator.core.place import refused
 from services.allocator.core.state import State
+
+RESTATED_CHUNK: Final = 5_000  # leases in one event: some 150 KB
 
 
 def restated(state: State) -> list[events.Event]:
@@ -30,7 +33,27 @@ def restated(state: State) -> list[events.Event]:
         if owner.refusal is not None:
             out.append(refused(state, owner, owner.refusal))
     state.touched.update(dict.fromkeys(state.pools))
-    return out
+    return out + _complete(state)
+
+
+def _complete(state: State) -> list[events.Event]:
+    """Which leases stand on which stretch of addresses: what is not listed there is over."""
+    standing = sorted(
+        (lease.address, lease.id) for owner in state.all_owners() for lease in owner.leases
+    )
+    out: list[events.Event] = []
+    first, start = "", 0
+    while True:
+        end = start + RESTATED_CHUNK
+        # Holders who share an address stand in one stretch.
+        while start < end < len(standing) and standing[end][0] == standing[end - 1][0]:
+            end += 1
+        before = addresses.text(standing[end][0]) if end < len(standing) else ""
+        leases = [lease for _, lease in standing[start:end]]
+        out.append(events.LeasesRestated(at=state.now, first=first, before=before, leases=leases))
+        if not before:
+            return out
+        first, start = before, end
 
 
 def fingerprint(state: State) -> str:
