@@ -84,7 +84,7 @@ def conclude(state: State, *, was_ready: bool) -> list[events.Event]:
             _release_departed(state)
             adopt(state)
             become_ready(state)
-        if state.departed:
+        if state.leaving or state.vanished:
             _release_departed(state)
         if state.undecided:
             _place_undecided(state)
@@ -138,18 +138,8 @@ def _import_legacy(state: State) -> None:
     )
 
 
-def due(state: State) -> list[Owner]:
-    """Owners that are gone, and whose time is over."""
-    return [
-        owner
-        for owner in state.departed.values()
-        if owner.gone_how != "vanished"
-        or (owner.gone_at is not None and owner.gone_at + state.rules.grace <= state.now)
-    ]
-
-
 def _release_departed(state: State) -> None:
-    for owner in due(state):
+    for owner in state.due():
         release_all(state, owner, RELEASE_REASONS.get(owner.gone_how, "owner-deleted"))
         state.forget_owner(owner)
 
@@ -186,7 +176,7 @@ def _by_ticket(owner: Owner) -> int:
 def next_deadline(state: State) -> datetime | None:
     """When a tick could decide something, as far as is known now."""
     rules = state.rules
-    ends = [o.gone_at + rules.grace for o in state.departed.values() if o.gone_at is not None]
+    ends = [owner.gone_at + rules.grace for owner in state.vanished if owner.gone_at][:1]
     ends += [o.retiring + rules.retire for o in state.retiring.values() if o.retiring is not None]
     if rules.cooldown:
         ends += [released + rules.cooldown for released in _cooling_for_waiters(state)]

@@ -14,7 +14,7 @@ from datetime import datetime
 from schema import addresses, events
 from services.allocator.core import ledger, sharing
 from services.allocator.core.adopt import recall_histories
-from services.allocator.core.decide import become_ready, due, imported_digest, take_in
+from services.allocator.core.decide import become_ready, imported_digest, take_in
 from services.allocator.core.model import (
     DELEGATED,
     DHCP,
@@ -175,7 +175,7 @@ def _owner(state: State, who: events.Owner, request: Request | None = None) -> O
 
 def _follow(state: State) -> None:
     """What the fact leads to without a decision of its own."""
-    for owner in due(state):
+    for owner in state.due():
         if not owner.leases:
             state.forget_owner(owner)
     moved, state.moved = state.moved, {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from schema import addresses, events
 from services.allocator.core.model import Lease, Owner, Pool
+from services.allocator.core.space import Space
 from services.allocator.core.state import Closed, Granted, State
 
 
@@ -44,13 +45,36 @@ def end(state: State, lease: Lease, reason: str) -> None:
 
 def grant(state: State, owner: Owner, pool: Pool, address: int, rule: str) -> Lease:
     lease = begin(state, owner, pool.name, address, next_id(state), rule)
-    mask, gateway = pool.mask_and_gateway(address)
+    _granted(state, lease, pool, state.changes.granted[lease.id].text, rule)
+    return lease
+
+
+def grant_simply(state: State, owner: Owner, pool: Pool, space: Space, address: int) -> None:
+    """What grant() does, in one piece, for an address that choose_simply() found."""
+    state.serial += 1
+    lease_id = f"{state.cause}:{state.serial}"
+    lease = Lease(lease_id, owner, address, pool.name)
+    owner.leases = (lease,)
+    space.hold_fresh(address, lease)
+    pool.last_allocated = address
+    state.touched[pool.name] = None
+    changes = state.changes
+    changes.pools.add(pool.name)
+    changes.owners[owner.plural, owner.uid] = owner
+    text = addresses.text(address)
+    changes.granted[lease_id] = Granted(lease, text, state.now, "never-used", state.cause)
+    _granted(state, lease, pool, text, "never-used")
+
+
+def _granted(state: State, lease: Lease, pool: Pool, text: str, rule: str) -> None:
+    owner = lease.owner
+    mask, gateway = pool.texts or pool.mask_and_gateway(lease.address)
     state.out.append(
         events.LeaseGranted(
             at=state.now,
             owner=event_owner(owner),
             lease=lease.id,
-            address=state.changes.granted[lease.id].text,
+            address=text,
             pool=pool.name,
             mask=mask,
             gateway=gateway,
@@ -59,7 +83,6 @@ def grant(state: State, owner: Owner, pool: Pool, address: int, rule: str) -> Le
             generation=owner.generation,
         )
     )
-    return lease
 
 
 def adopted(state: State, lease: Lease, source: str) -> events.LeaseAdopted:

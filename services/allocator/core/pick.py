@@ -130,20 +130,21 @@ def simple(request: Request) -> bool:
     return not request.addresses and not request.share and len(request.families) < 2
 
 
-def choose_simply(state: State, owner: Owner) -> Pick | None:
+def choose_simply(state: State, owner: Owner) -> tuple[Pool, Space, int] | None:
     """The short way to what choose() would find, for the usual case: a new owner with a simple
-    request, and room in the pool. None means: go the long way."""
+    request, and a never used address in a pool like most. None means: go the long way."""
     request = owner.request
-    choice = state.choice(request)
-    if not choice.pools or owner.claims or (owner.plural, owner.key) in state.memory:
+    pools = state.choice(request).pools
+    if not pools or owner.claims or (owner.plural, owner.key) in state.memory:
         return None
-    pool = choice.pools[0]
-    family = request.families[0] if request.families else min(pool.spaces)
-    space = pool.spaces.get(family)
-    if space is None or pool.quotas or space.inside >= space.shape.total:
+    pool = pools[0]
+    if pool.quotas or pool.overlapping:
         return None
-    address = space.fresh() if len(space.free) < REMEMBERED else None
-    return Pick(pool, address, "never-used") if address is not None else None
+    space = pool.spaces.get(request.families[0] if request.families else min(pool.spaces))
+    if space is None or space.inside >= space.shape.total or len(space.free) >= REMEMBERED:
+        return None
+    address = space.fresh()
+    return (pool, space, address) if address is not None else None
 
 
 def choose(state: State, owner: Owner, pool: Pool, family: int) -> Pick | Miss:

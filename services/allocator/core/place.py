@@ -12,7 +12,14 @@ from typing import Final
 
 from schema import addresses, events
 from services.allocator.core import sharing
-from services.allocator.core.ledger import adopted, event_owner, grant, release, release_all
+from services.allocator.core.ledger import (
+    adopted,
+    event_owner,
+    grant,
+    grant_simply,
+    release,
+    release_all,
+)
 from services.allocator.core.model import (
     DELEGATED,
     DHCP,
@@ -45,7 +52,7 @@ def place(state: State, owner: Owner) -> None:
     if not owner.leases and simple(request):
         found = choose_simply(state, owner)
         if found is not None:
-            grant(state, owner, *found)
+            grant_simply(state, owner, *found)
             settle(state, owner, HELD)
             return
     fitting = fitting_leases(state, owner)

@@ -26,7 +26,7 @@ def pool(state: State, stored: Pool) -> None:
 
 def owner(state: State, stored: Owner) -> None:
     if stored.gone_at is not None:
-        state.departed[stored.plural, stored.uid] = stored
+        state.departed[stored.plural, stored.uid] = stored  # finish() puts them in order
     if stored.gone_how in ("", "vanished"):
         state.owners[stored.plural][stored.key] = stored
     if stored.request.guest_cluster and stored.gone_at is None:
@@ -61,6 +61,8 @@ def finish(state: State) -> None:
     for known in state.pools.values():
         for space in known.spaces.values():
             space.settle()
+    for one in sorted(state.departed.values(), key=lambda one: str(one.gone_at)):
+        state.await_release(one)
     for one in sorted(state.all_owners(), key=lambda one: one.ticket):
         if not one.ticket or one.gone_at is not None:
             continue

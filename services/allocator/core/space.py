@@ -116,6 +116,12 @@ class Space:
                 self._ahead.add(address)
         return memo
 
+    def hold_fresh(self, address: int, lease: Lease) -> None:
+        """hold() for what fresh() has just given."""
+        self.held[address] = lease
+        self.inside += 1
+        self._next = address + 1
+
     def release(self, address: int, lease: Lease, memo: Memo) -> bool:
         """Undo hold(); true when nobody holds the address now and it may be given out again."""
         left = tuple(one for one in self.holders(address) if one is not lease)

@@ -7,6 +7,7 @@ account of what changed (`changes`) for whoever stores it, and collects decision
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -128,6 +129,8 @@ class State:
         self.showing: list[tuple[Owner, tuple[int, ...]]] = []  # statuses of those who move
         self.queues = Queues()
         self.departed: dict[tuple[str, str], Owner] = {}  # by kind and uid: to be released
+        self.vanished: deque[Owner] = deque()  # of those, who has a grace period, in its order
+        self.leaving: list[Owner] = []  # and who has none
         self.undecided: dict[tuple[str, str], Owner] = {}  # by kind and uid: to be placed
         self.freed: list[tuple[str, int]] = []  # pool, address
         self.freed_quotas: dict[QuotaKey, None] = {}
@@ -188,13 +191,34 @@ class State:
         """The object is gone. What it holds is released when that may be decided."""
         self.queues.leave(owner)
         owner.gone_at, owner.gone_how = self.now, how
-        self.departed[owner.plural, owner.uid] = owner
+        self.await_release(owner)
         self.undecided.pop((owner.plural, owner.uid), None)
         if how != "vanished":
             self._unname(owner)
         if self.guests:
             self._delist_guest(owner)
         self.changed(owner)
+
+    def await_release(self, owner: Owner) -> None:
+        self.departed[owner.plural, owner.uid] = owner
+        if owner.gone_how == "vanished":
+            self.vanished.append(owner)
+        else:
+            self.leaving.append(owner)
+
+    def due(self) -> list[Owner]:
+        """Owners that are gone and whose time is over; each is told once."""
+        due = [one for one in self.leaving if self.departed.get((one.plural, one.uid)) is one]
+        self.leaving.clear()
+        before = self.now - self.rules.grace
+        while self.vanished:
+            owner = self.vanished[0]
+            if self.departed.get((owner.plural, owner.uid)) is owner:
+                if owner.gone_at is not None and owner.gone_at > before:
+                    break
+                due.append(owner)
+            self.vanished.popleft()
+        return due
 
     def forget_owner(self, owner: Owner) -> None:
         self.queues.leave(owner)
