@@ -21,7 +21,7 @@ from services.kit.runtime import Runtime
 from services.nrp_sync import effects, metrics, store
 from services.nrp_sync.connecting import connect
 from services.nrp_sync.diff import Limits
-from services.nrp_sync.operations import Retrying
+from services.nrp_sync.operations import Failure, Retrying
 from services.nrp_sync.projection import Ended, NrpProjection, Repair, Tick
 from services.nrp_sync.provider import Provider
 from services.nrp_sync.state import Done, Failed, Outcome, Policy, Request
@@ -29,6 +29,13 @@ from services.nrp_sync.state import Done, Failed, Outcome, Policy, Request
 log = structlog.get_logger()
 LONGEST_REST = 1.0
 REPAIR_POLL = 1.0
+NOT_OURS = Failed(
+    failure=Failure(
+        kind="unreachable",
+        code="StandingBy",
+        message="not sent: this replica could not prove that it may act",
+    )
+)
 WORRYING = ("unreachable", "unknown", "auth_failed", "unreadable")
 
 
@@ -131,7 +138,7 @@ class Worker:
                 if self._projection.due() > 0:
                     return
         if not self._projector.active:
-            await wait_or_stop(self._rt.stop, 0.05)
+            await wait_or_stop(self._rt.stop, 0.2)
 
     def _start(self, requests: list[Request]) -> None:
         for number in [n for n in self._unheard if n not in self._projection.flying]:
@@ -148,12 +155,11 @@ class Worker:
 
     async def _call(self, request: Request) -> None:
         try:
-            if not self._projector.active:
-                self._projection.flying.discard(request.number)
-                return
-            outcome = await effects.perform(self._provider, request)
-            self._watch(outcome)
-            self._log(request, outcome)
+            outcome: Outcome = NOT_OURS
+            if self._projector.active:
+                outcome = await effects.perform(self._provider, request)
+                self._watch(outcome)
+                self._log(request, outcome)
             self._unheard[request.number] = outcome
             await self._projector.asubmit(Ended(request.number, outcome))
         finally:
