@@ -17,9 +17,10 @@ from typing import Literal
 from schema import objects
 from schema.names import NRP_FINALIZER
 from services.nrp_sync import operations
-from services.nrp_sync.desired import Member, Name, Reading, read_slice
-from services.nrp_sync.operations import Operation, Phase
+from services.nrp_sync.operations import Operation
+from services.nrp_sync.sources import Member, Name, Reading, read_slice
 from services.nrp_sync.state import OpKey, Service, State
+from services.nrp_sync.steps import Phase
 from services.nrp_sync.wishes import InboundSpec, Refusal, Spec, claims, read_service
 
 # --- services -----------------------------------------------------------------------------------

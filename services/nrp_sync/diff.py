@@ -19,8 +19,9 @@ from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 
-from services.nrp_sync.desired import NONE, Desired, Refs
+from services.nrp_sync.desired import Desired
 from services.nrp_sync.provider import Action, Address, AddressLocation, LocationBatch
+from services.nrp_sync.sources import NONE, Refs
 
 ENTRY_BYTES: Final = 40  # of JSON around one address: names of fields, quotes, commas
 LOCATION_BYTES: Final = 120
@@ -258,12 +259,12 @@ class Provided:
             if applied is None:
                 self.dirty_locations.add(location)
             else:
-                self.locate(location, before.located[location], keep=False)
+                self.locate(location, before.located[location])
         for key, seen in before.seen.items():
             if applied is None:
                 self.dirty.add(key)
             else:
-                self.see(*key, seen, keep=False)
+                self.see(*key, seen)
 
     def next_batch(
         self,

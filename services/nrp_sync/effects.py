@@ -13,9 +13,9 @@ import structlog
 
 from services.nrp_sync import provider as port
 from services.nrp_sync.diff import LocationCall
-from services.nrp_sync.operations import Failure, Verb
 from services.nrp_sync.provider import Provider, ProviderError, ServiceBatch
 from services.nrp_sync.state import Done, Failed, Outcome, Request, Snapshot
+from services.nrp_sync.steps import Failure, Verb
 
 log = structlog.get_logger()
 

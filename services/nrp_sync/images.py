@@ -5,9 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from schema import events
-from services.nrp_sync.desired import Name
-from services.nrp_sync.operations import Operation, Phase
+from services.nrp_sync.operations import Operation
+from services.nrp_sync.sources import Name
 from services.nrp_sync.state import Service, State, stamp
+from services.nrp_sync.steps import Phase
 
 REASONS = {
     "rejected": "Rejected",

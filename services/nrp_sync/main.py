@@ -21,10 +21,10 @@ from services.kit.runtime import Runtime
 from services.nrp_sync import effects, metrics, store
 from services.nrp_sync.connecting import connect
 from services.nrp_sync.diff import Limits
-from services.nrp_sync.operations import Failure, Retrying
 from services.nrp_sync.projection import Ended, NrpProjection, Repair, Tick
 from services.nrp_sync.provider import Provider
 from services.nrp_sync.state import Done, Failed, Outcome, Policy, Request
+from services.nrp_sync.steps import Failure, Retrying
 
 log = structlog.get_logger()
 LONGEST_REST = 1.0

@@ -11,8 +11,8 @@ from typing import Final
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.nrp_sync.operations import Phase
 from services.nrp_sync.state import Note, State
+from services.nrp_sync.steps import Phase
 
 PREFIX: Final = "lbledger_nrp_sync_"
 _KINDS: Final = ("inbound", "outbound")

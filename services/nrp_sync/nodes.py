@@ -9,7 +9,7 @@ from __future__ import annotations
 from schema import objects
 from services.nrp_sync import egress
 from services.nrp_sync.core import stirred
-from services.nrp_sync.desired import NOWHERE, Location, read_node
+from services.nrp_sync.sources import NOWHERE, Location, read_node
 from services.nrp_sync.state import State
 
 MAPPED = "::ffff:"

@@ -13,9 +13,8 @@ from typing import Final
 from schema import events
 from services.nrp_sync import operations, readback
 from services.nrp_sync.core import settle, stirred
-from services.nrp_sync.desired import Name
 from services.nrp_sync.diff import WHOLE, Key, LocationCall, possible
-from services.nrp_sync.operations import Failure, Phase, Verb
+from services.nrp_sync.sources import Name
 from services.nrp_sync.state import (
     Done,
     Ended,
@@ -30,6 +29,7 @@ from services.nrp_sync.state import (
     stamp,
     subjects_of,
 )
+from services.nrp_sync.steps import Failure, Phase, Verb
 
 ONE_ENTRY: Final = ("invalid", "overlay_mappings", "not_found", "conflict", "quota_exceeded")
 """Failures that may be the fault of one entry of a batch."""

@@ -17,15 +17,15 @@ import msgspec
 from schema import events
 from services.nrp_sync import egress, operations, readback
 from services.nrp_sync.core import settle
-from services.nrp_sync.desired import Name
 from services.nrp_sync.diff import Key
-from services.nrp_sync.operations import BATCHED, Operation, Phase, Step, Verb
+from services.nrp_sync.operations import Operation
 from services.nrp_sync.provider import (
     ServiceBatch,
     ServiceKind,
     ServiceRegistration,
     ServiceUpdate,
 )
+from services.nrp_sync.sources import Name
 from services.nrp_sync.state import (
     Flight,
     LaneName,
@@ -36,6 +36,7 @@ from services.nrp_sync.state import (
     stamp,
     subjects_of,
 )
+from services.nrp_sync.steps import BATCHED, Phase, Step, Verb
 from services.nrp_sync.wishes import (
     InboundSpec,
     OutboundSpec,

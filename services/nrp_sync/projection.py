@@ -28,7 +28,7 @@ from services.nrp_sync import (
     planning,
     store,
 )
-from services.nrp_sync.desired import Name
+from services.nrp_sync.sources import Name
 from services.nrp_sync.state import SOURCES, Outcome, Policy, Request, State
 from services.nrp_sync.wishes import IDLE_TIMEOUT, INTERNAL
 

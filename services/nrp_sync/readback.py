@@ -12,8 +12,7 @@ from typing import Final
 
 from services.nrp_sync import operations
 from services.nrp_sync.core import member_of, settle, start, stirred
-from services.nrp_sync.desired import NONE, Kind, Name, Refs
-from services.nrp_sync.operations import BALANCER, POOL, REGISTRATION, Mark, Operation, Phase
+from services.nrp_sync.operations import Operation
 from services.nrp_sync.provider import (
     DEFAULT_SERVICE,
     LoadBalancer,
@@ -22,7 +21,9 @@ from services.nrp_sync.provider import (
     ServiceRegistration,
     asked,
 )
+from services.nrp_sync.sources import NONE, Kind, Name, Refs
 from services.nrp_sync.state import Comparing, Flight, OpKey, Snapshot, State
+from services.nrp_sync.steps import BALANCER, POOL, REGISTRATION, Mark, Phase
 from services.nrp_sync.wishes import (
     InboundSpec,
     OutboundSpec,

@@ -15,10 +15,9 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from schema import events
-from services.nrp_sync import operations
-from services.nrp_sync.desired import Kind, Member, Name, Refs
+from services.nrp_sync import steps
 from services.nrp_sync.diff import Before, Key, Limits, LocationCall, Provided
-from services.nrp_sync.operations import Failure, Operation, Phase, Retrying, Step
+from services.nrp_sync.operations import Operation
 from services.nrp_sync.provider import (
     AddressLocation,
     LoadBalancer,
@@ -27,6 +26,8 @@ from services.nrp_sync.provider import (
     ServiceBatch,
     ServiceRegistration,
 )
+from services.nrp_sync.sources import Kind, Member, Name, Refs
+from services.nrp_sync.steps import Failure, Phase, Retrying, Step
 from services.nrp_sync.wishes import InboundSpec, Refusal
 
 SOURCES: Final = ("services", "endpointslices", "nodes", "pods")
@@ -123,7 +124,7 @@ class Flight:
     not remembered; then its outcome, if it comes, settles what it can."""
 
     request: Request
-    steps: dict[OpKey, operations.Before] = field(default_factory=dict)
+    steps: dict[OpKey, steps.Before] = field(default_factory=dict)
     locations: Before | None = None
     orphaned_until: float = 0.0
     touched_ops: set[OpKey] = field(default_factory=set)

@@ -18,23 +18,15 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from schema import events
 from schema.tables import nrp_sync as t
 from schema.tables import service_tables
-from services.nrp_sync import core, egress, planning
-from services.nrp_sync.desired import LeftOut, Name, Refs, Source
-from services.nrp_sync.diff import Key, LocationCall, Maybe, Seen
-from services.nrp_sync.operations import Mark, Operation, Phase
-from services.nrp_sync.provider import LoadBalancer, NatGateway, PublicAddress, ServiceBatch
+from services.nrp_sync import core, egress, planning, rows
+from services.nrp_sync.diff import Key, Maybe, Seen
+from services.nrp_sync.sources import LeftOut, Name, Refs, Source
 from services.nrp_sync.state import (
     Ended,
-    Part,
     Policy,
-    Quarantined,
-    Release,
     Request,
     State,
-    Trace,
-    stamp,
 )
-from services.nrp_sync.wishes import InboundSpec, OutboundSpec
 
 CHUNK = 500
 
@@ -51,29 +43,15 @@ async def load(conn: AsyncConnection, policy: Policy) -> State:
     await _load_slices(conn, state)
     await _load_view(conn, state)
     for row in await conn.execute(sa.select(t.operation)):
-        op = _operation(row)
+        op = rows.operation_of(row)
         state.operations[op.key] = op
     for row in await conn.execute(sa.select(t.release)):
-        state.releases[row.uid] = Release(
-            name=Name(row.namespace, row.name),
-            uid=row.uid,
-            traces={Trace(*pair) for pair in row.traces},
-            leaving=row.leaving,
-            identity=row.identity,
-            last=row.last,
-        )
+        state.releases[row.uid] = rows.release_of(row)
     for row in await conn.execute(sa.select(t.told)):
         image = msgspec.convert(row.image, events.ProviderStateChanged)
         state.told[row.plural, Name(row.namespace, row.name)] = image
     for row in await conn.execute(sa.select(t.quarantine)):
-        state.quarantine[Key(row.location, row.address)] = Quarantined(
-            wish=tuple(row.wish),
-            code=row.code,
-            message=row.message,
-            since=row.since.timestamp(),
-            retry_at=row.retry_at.timestamp(),
-            attempts=row.attempts,
-        )
+        state.quarantine[Key(row.location, row.address)] = rows.quarantined_of(row)
     return state
 
 
@@ -91,7 +69,7 @@ async def finish_load(conn: AsyncConnection, state: State, now: float, flying: s
     core.stirred(state, now)
     sent = sa.select(t.request).where(t.request.c.state == "sent").order_by(t.request.c.number)
     for row in await conn.execute(sent):
-        request = decode_request(row.body)
+        request = rows.decode_request(row.body)
         known = all(part.key in state.operations for part in request.parts)
         if request.lane == "read" or not known:
             state.ended[request.number] = Ended("unknown", now, code="Interrupted")
@@ -159,46 +137,10 @@ async def _load_view(conn: AsyncConnection, state: State) -> None:
     row = (await conn.execute(sa.select(t.view))).one_or_none()
     if row is None:
         return
-    state.read_at = _seconds(row.read_at)
-    state.gate_until = _seconds(row.gate_until)
+    state.read_at = rows.seconds(row.read_at)
+    state.gate_until = rows.seconds(row.gate_until)
     state.last_number = row.last_number
     state.drift_found = row.drift_found
-
-
-def _operation(row: Any) -> Operation:
-    return Operation(
-        kind=row.kind,
-        identity=row.identity,
-        namespace=row.namespace,
-        name=row.name,
-        wanted=_spec(row.wanted),
-        generation=row.generation,
-        applied=_spec(row.applied),
-        phase=Phase(row.phase),
-        marks={name: Mark(mark) for name, mark in row.marks.items()},
-        addresses=dict(row.addresses),
-        recreate=_spec(row.recreate),
-        orphan=row.orphan,
-        retries=row.retries,
-        retry_at=_seconds(row.retry_at),
-        parked=row.parked,
-        error_code=row.error_code,
-        error_message=row.error_message,
-        cause=row.cause,
-        created_at=_seconds(row.created_at),
-    )
-
-
-def _spec(value: Any) -> InboundSpec | OutboundSpec | None:
-    return None if value is None else msgspec.convert(value, InboundSpec | OutboundSpec)
-
-
-def _seconds(moment: datetime | None) -> float:
-    return 0.0 if moment is None else moment.timestamp()
-
-
-def _moment(seconds: float) -> datetime | None:
-    return stamp(seconds) if seconds else None
 
 
 async def repair_asked_at(engine: AsyncEngine) -> datetime | None:
@@ -209,58 +151,6 @@ async def repair_asked_at(engine: AsyncEngine) -> datetime | None:
 
 
 # --- requests -----------------------------------------------------------------------------------
-
-
-class _Stored(msgspec.Struct, kw_only=True):
-    payload: msgspec.Raw
-    number: int
-    id: str
-    lane: str
-    verb: str
-    target: str
-    parts: tuple[Part, ...]
-    sent_at: float
-    attempt: int
-    hash: str
-
-
-_PAYLOADS: dict[str, Any] = {
-    "inbound": ServiceBatch,
-    "outbound": ServiceBatch,
-    "locations": LocationCall,
-    "resources": None,
-    "read": None,
-}
-
-
-def decode_request(body: bytes) -> Request:
-    """A request as it was written down before it was sent."""
-    stored = msgspec.json.decode(body, type=_Stored)
-    fields = {name: getattr(stored, name) for name in stored.__struct_fields__}
-    kind = _PAYLOADS[stored.lane]
-    if kind is None and stored.verb == "put_public_ip":
-        kind = PublicAddress
-    elif kind is None and stored.verb == "put_balancer":
-        outbound = stored.parts[0].kind == "outbound"
-        kind = NatGateway if outbound else LoadBalancer
-    fields["payload"] = None if kind is None else msgspec.json.decode(stored.payload, type=kind)
-    return Request(**fields)
-
-
-def services_in(request: Request) -> list[str]:
-    """Every service that a request concerns, for who asks about one."""
-    names = {part.identity for part in request.parts}
-    if isinstance(request.payload, LocationCall):
-        for entry in request.payload.batch.locations:
-            for item in entry.addresses:
-                names.update(item.services)
-    return sorted(names)
-
-
-def _size(request: Request) -> int:
-    if isinstance(request.payload, LocationCall):
-        return request.payload.size()
-    return len(request.parts)
 
 
 # --- saving -------------------------------------------------------------------------------------
@@ -289,8 +179,8 @@ async def save(
             [
                 {
                     "one": True,
-                    "read_at": _moment(state.read_at),
-                    "gate_until": _moment(state.gate_until),
+                    "read_at": rows.moment(state.read_at),
+                    "gate_until": rows.moment(state.gate_until),
                     "last_number": state.last_number,
                     "drift_found": state.drift_found,
                 }
@@ -301,27 +191,16 @@ async def save(
 
 async def _save_slices(conn: AsyncConnection, state: State, slices: set[Name]) -> None:
     desired = state.provided.desired
-    rows, gone = [], []
+    found, gone = [], []
     for name in sorted(slices):
         source = desired.slices.get(name)
         if source is None:
             gone.append({"namespace": name.namespace, "name": name.name})
-            continue
-        rows.append(
-            {
-                "namespace": name.namespace,
-                "name": name.name,
-                "uid": source.uid,
-                "epoch": source.epoch,
-                "seq": source.seq,
-                "service": source.service.name if source.service else "",
-                "service_uid": source.service_uid,
-                "left_out": list(source.left_out),
-            }
-        )
-    await _upsert(conn, t.slice_, rows)
+        else:
+            found.append(rows.slice_row(source))
+    await _upsert(conn, t.slice_, found)
     await _delete(conn, t.slice_, gone)
-    rows, gone = [], []
+    found, gone = [], []
     for name, address in sorted(desired.changed_rows):
         source = desired.slices.get(name)
         node = source.endpoints.get(address) if source is not None else None
@@ -329,52 +208,28 @@ async def _save_slices(conn: AsyncConnection, state: State, slices: set[Name]) -
         if node is None:
             gone.append(key)
         else:
-            rows.append({**key, "node": node})
-    await _upsert(conn, t.endpoint, rows)
+            found.append({**key, "node": node})
+    await _upsert(conn, t.endpoint, found)
     await _delete(conn, t.endpoint, gone)
     desired.changed_rows.clear()
 
 
 async def _save_operations(conn: AsyncConnection, state: State) -> None:
-    rows, gone = [], []
+    found, gone = [], []
     for key in sorted(state.dirty_ops):
         op = state.operations.get(key)
         if op is None:
             gone.append({"kind": key[0], "identity": key[1]})
         else:
-            rows.append(_operation_row(op))
-    await _upsert(conn, t.operation, rows)
+            found.append(rows.operation_row(op))
+    await _upsert(conn, t.operation, found)
     await _delete(conn, t.operation, gone)
     state.dirty_ops.clear()
 
 
-def _operation_row(op: Operation) -> dict[str, Any]:
-    return {
-        "kind": op.kind,
-        "identity": op.identity,
-        "namespace": op.namespace,
-        "name": op.name,
-        "phase": str(op.phase),
-        "generation": op.generation,
-        "wanted": msgspec.to_builtins(op.wanted),
-        "applied": msgspec.to_builtins(op.applied),
-        "recreate": msgspec.to_builtins(op.recreate),
-        "marks": {name: str(mark) for name, mark in op.marks.items()},
-        "addresses": op.addresses,
-        "orphan": op.orphan,
-        "retries": op.retries,
-        "retry_at": _moment(op.retry_at),
-        "parked": op.parked,
-        "error_code": op.error_code,
-        "error_message": op.error_message,
-        "cause": op.cause,
-        "created_at": stamp(op.created_at),
-    }
-
-
 async def _save_held(conn: AsyncConnection, state: State) -> None:
     provided = state.provided
-    rows, gone = [], []
+    found, gone = [], []
     for location, address in sorted(provided.dirty):
         seen = provided.seen(location, address)
         if not seen:
@@ -382,78 +237,58 @@ async def _save_held(conn: AsyncConnection, state: State) -> None:
             continue
         sure = not isinstance(seen, Maybe)
         services = list(seen.refs if isinstance(seen, Maybe) else seen)
-        rows.append({"location": location, "address": address, "services": services, "sure": sure})
-    await _upsert(conn, t.address, rows)
+        found.append({"location": location, "address": address, "services": services, "sure": sure})
+    await _upsert(conn, t.address, found)
     await _delete(conn, t.address, gone)
     provided.dirty.clear()
-    rows, gone = [], []
+    found, gone = [], []
     for location in sorted(provided.dirty_locations):
         sure_there = provided.located.get(location)
         if sure_there is None:
             gone.append({"location": location})
         else:
-            rows.append({"location": location, "sure": sure_there})
-    await _upsert(conn, t.location, rows)
+            found.append({"location": location, "sure": sure_there})
+    await _upsert(conn, t.location, found)
     await _delete(conn, t.location, gone)
     provided.dirty_locations.clear()
 
 
 async def _save_quarantine(conn: AsyncConnection, state: State) -> None:
-    rows, gone = [], []
+    found, gone = [], []
     for key in sorted(state.dirty_quarantine):
         kept = state.quarantine.get(key)
         if kept is None:
             gone.append(key._asdict())
-            continue
-        rows.append(
-            {
-                **key._asdict(),
-                "wish": list(kept.wish),
-                "code": kept.code,
-                "message": kept.message,
-                "since": stamp(kept.since),
-                "retry_at": stamp(kept.retry_at),
-                "attempts": kept.attempts,
-            }
-        )
-    await _upsert(conn, t.quarantine, rows)
+        else:
+            found.append(rows.quarantine_row(key, kept))
+    await _upsert(conn, t.quarantine, found)
     await _delete(conn, t.quarantine, gone)
     state.dirty_quarantine.clear()
 
 
 async def _save_releases(conn: AsyncConnection, state: State) -> None:
-    rows, gone = [], []
+    found, gone = [], []
     for uid in sorted(state.dirty_releases):
         held = state.releases.get(uid)
         if held is None:
             gone.append({"uid": uid})
-            continue
-        rows.append(
-            {
-                "uid": uid,
-                "namespace": held.name.namespace,
-                "name": held.name.name,
-                "identity": held.identity,
-                "traces": sorted(held.traces),
-                "leaving": held.leaving,
-                "last": held.last,
-            }
-        )
-    await _upsert(conn, t.release, rows)
+        else:
+            found.append(rows.release_row(held))
+    await _upsert(conn, t.release, found)
     await _delete(conn, t.release, gone)
     state.dirty_releases.clear()
 
 
 async def _save_told(conn: AsyncConnection, state: State) -> None:
-    rows, gone = [], []
+    found, gone = [], []
     for plural, name in sorted(state.dirty_told):
         key = {"plural": plural, "namespace": name.namespace, "name": name.name}
         image = state.told.get((plural, name))
         if image is None:
             gone.append(key)
         else:
-            rows.append({**key, "image": msgspec.to_builtins(image)})
-    await _upsert(conn, t.told, rows)
+            found.append({**key, "image": msgspec.to_builtins(image)})
+    await _upsert(conn, t.told, found)
     await _delete(conn, t.told, gone)
     state.dirty_told.clear()
 
@@ -463,24 +298,7 @@ async def _save_requests(
 ) -> None:
     if requests:
         await conn.execute(
-            sa.insert(t.request),
-            [
-                {
-                    "number": request.number,
-                    "id": request.id,
-                    "lane": request.lane,
-                    "verb": request.verb,
-                    "target": request.target,
-                    "services": services_in(request),
-                    "size": _size(request),
-                    "hash": request.hash,
-                    "body": msgspec.json.encode(request),
-                    "attempt": request.attempt,
-                    "state": "sent",
-                    "sent_at": stamp(request.sent_at),
-                }
-                for request in requests
-            ],
+            sa.insert(t.request), [rows.request_row(request) for request in requests]
         )
     if state.ended:
         await conn.execute(
@@ -494,18 +312,7 @@ async def _save_requests(
                 code=sa.bindparam("c"),
                 message=sa.bindparam("m"),
             ),
-            [
-                {
-                    "n": number,
-                    "s": ended.state,
-                    "f": stamp(ended.at),
-                    "d": ended.duration,
-                    "p": ended.provider_request,
-                    "c": ended.code,
-                    "m": ended.message[:2000],
-                }
-                for number, ended in sorted(state.ended.items())
-            ],
+            [rows.ended_row(n, ended) for n, ended in sorted(state.ended.items())],
         )
         state.ended.clear()
     if requests and requests[-1].number // 100 != (requests[0].number - 1) // 100:
@@ -516,14 +323,14 @@ async def _save_requests(
         )
 
 
-async def _upsert(conn: AsyncConnection, table: sa.Table, rows: Iterable[dict[str, Any]]) -> None:
-    rows = list(rows)
-    if not rows:
+async def _upsert(conn: AsyncConnection, table: sa.Table, found: Iterable[dict[str, Any]]) -> None:
+    found = list(found)
+    if not found:
         return
     keys = [column.name for column in table.primary_key]
     insert = pg.insert(table)
-    changes = {name: insert.excluded[name] for name in rows[0] if name not in keys}
-    await conn.execute(insert.on_conflict_do_update(index_elements=keys, set_=changes), rows)
+    changes = {name: insert.excluded[name] for name in found[0] if name not in keys}
+    await conn.execute(insert.on_conflict_do_update(index_elements=keys, set_=changes), found)
 
 
 async def _delete(conn: AsyncConnection, table: sa.Table, keys: Iterable[dict[str, Any]]) -> None:

@@ -17,12 +17,13 @@ from schema import events, objects
 from schema.names import EGRESS_LABEL, NRP_CLASS, NRP_FINALIZER, SERVICE_NAME_LABEL
 from services.nrp_sync import core, effects, egress, images, nodes, outcomes, planning
 from services.nrp_sync import provider as port
-from services.nrp_sync.desired import Name, Source
 from services.nrp_sync.diff import Key, LocationCall, Seen
 from services.nrp_sync.memory import MemoryProvider
-from services.nrp_sync.operations import REMOVING, Operation
+from services.nrp_sync.operations import Operation
 from services.nrp_sync.provider import DEFAULT_SERVICE, ServiceBatch
+from services.nrp_sync.sources import Name, Source
 from services.nrp_sync.state import SOURCES, Failed, Outcome, Policy, Request, State
+from services.nrp_sync.steps import REMOVING
 
 FOREIGN = "172.16.0.99"
 """A location of the provider's own service, put there by hand."""

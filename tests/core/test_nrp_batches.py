@@ -12,7 +12,6 @@ from prometheus_client import REGISTRY
 from services.nrp_sync import effects, metrics, planning
 from services.nrp_sync import provider as port
 from services.nrp_sync.diff import Key, Limits, LocationCall
-from services.nrp_sync.operations import Phase
 from services.nrp_sync.provider import (
     DEFAULT_SERVICE,
     LoadBalancer,
@@ -21,6 +20,7 @@ from services.nrp_sync.provider import (
     ServiceKind,
     ServiceRegistration,
 )
+from services.nrp_sync.steps import Phase
 from tests.core.nrp_world import POLICY, World, node, pod, run_now, service, slice_of, uid
 
 A, B = "172.16.0.1", "172.16.0.2"

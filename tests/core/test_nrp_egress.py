@@ -8,8 +8,8 @@ from schema import events
 from schema.names import NRP_FINALIZER
 from services.nrp_sync import core, egress
 from services.nrp_sync import provider as port
-from services.nrp_sync.desired import Name
-from services.nrp_sync.operations import Phase
+from services.nrp_sync.sources import Name
+from services.nrp_sync.steps import Phase
 from tests.core.nrp_world import POLICY, World, node, pod, service, slice_of, uid
 
 A, A6, B = "172.16.0.1", "2001:db8:f::1", "172.16.0.2"

@@ -8,12 +8,13 @@ from datetime import UTC, datetime
 import pytest
 
 from schema import events, objects
-from services.nrp_sync import core, operations
+from services.nrp_sync import core, operations, steps
 from services.nrp_sync import provider as port
-from services.nrp_sync.desired import Name
 from services.nrp_sync.diff import LocationCall
 from services.nrp_sync.effects import failure_of
-from services.nrp_sync.operations import Mark, Operation, Phase, Retrying
+from services.nrp_sync.operations import Operation
+from services.nrp_sync.sources import Name
+from services.nrp_sync.steps import Mark, Phase, Retrying
 from services.nrp_sync.wishes import load_balancer
 from tests.core.nrp_world import POLICY, World, node, pod, port_of, service, slice_of, uid
 
@@ -667,9 +668,9 @@ def test_a_service_is_ready_while_it_is_registered_and_stays(row):
     for phase in Phase:
         made = Operation(kind="inbound", identity=WEB, phase=phase)
         assert not made.serving
-        made.marks[operations.REGISTRATION] = Mark.YES
+        made.marks[steps.REGISTRATION] = Mark.YES
         assert made.serving is (phase not in (Phase.DRAINING, Phase.DELETING))
-        made.marks[operations.REGISTRATION] = Mark.MAYBE
+        made.marks[steps.REGISTRATION] = Mark.MAYBE
         assert not made.serving
 
 
@@ -679,14 +680,14 @@ def test_only_what_has_a_next_step_is_sent(row):
     for phase in Phase:
         made = Operation(kind="inbound", identity=WEB, phase=phase)
         made.wanted = core.read_service(service())
-        made.marks = {operations.BALANCER: Mark.YES}
+        made.marks = {steps.BALANCER: Mark.YES}
         step = operations.next_step(made, held_back=False)
         if phase is Phase.DRAINING:
             assert step is None
         elif phase is Phase.DELETING:
-            assert step.verb is operations.Verb.DELETE_BALANCER
+            assert step.verb is steps.Verb.DELETE_BALANCER
         else:
-            assert step.verb is operations.Verb.PUT_PUBLIC_IP
+            assert step.verb is steps.Verb.PUT_PUBLIC_IP
 
 
 @rows("E40", "C01")

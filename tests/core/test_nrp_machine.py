@@ -9,10 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from services.nrp_sync import core
 from services.nrp_sync import provider as port
-from services.nrp_sync.desired import Name
 from services.nrp_sync.diff import Limits
-from services.nrp_sync.operations import Retrying
+from services.nrp_sync.sources import Name
 from services.nrp_sync.state import SOURCES
+from services.nrp_sync.steps import Retrying
 from tests.core.nrp_world import POLICY, World, node, pod, service, slice_of
 
 NODES = ("n1", "n2", "n3")

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from services.nrp_sync.desired import parse_ip, read_node
+from services.nrp_sync.sources import parse_ip, read_node
 from services.nrp_sync.wishes import (
     IDLE_TIMEOUT,
     INTERNAL,
