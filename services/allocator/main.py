@@ -81,11 +81,11 @@ class AllocatorProjection:
     def local(self, item: object, work: Work) -> None:
         if isinstance(item, Tick):
             for event in tick(self.state, item.at):
-                work.emit(event, self.state.cause)
+                work.emit(event, self.state.cause.text)
 
     def settle(self, work: Work) -> None:
         for event in account(self.state):
-            work.emit(event, self.state.cause)
+            work.emit(event, self.state.cause.text)
 
     async def save(self, conn: AsyncConnection) -> None:
         await store.save(conn, self.state)

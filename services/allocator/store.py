@@ -19,7 +19,7 @@ from schema.tables import allocator as tables
 from schema.tables import service_tables
 from services.allocator import rows
 from services.allocator.core import restore
-from services.allocator.core.model import Lease, Owner, Pool
+from services.allocator.core.model import Lease, Owner, Pool, Request
 from services.allocator.core.space import Memo
 from services.allocator.core.state import State
 
@@ -42,8 +42,8 @@ async def load(conn: AsyncConnection, state: State) -> None:
             pool.last_allocated = addresses.parse(row.last_allocated)
         pool.claims, pool.history = row.claims, row.history
         restore.pool(state, pool)
-    owners = await _load_owners(conn, state)
-    await _load_leases(conn, state, owners)
+    await _load_owners(conn, state)
+    await _load_leases(conn, state)
     await _load_memos(conn, state)
     restore.finish(state)
 
@@ -59,9 +59,9 @@ async def _load_clock(conn: AsyncConnection, state: State) -> None:
         state.synced[mark.plural] = (mark.epoch, mark.seq, mark.absent)
 
 
-async def _load_owners(conn: AsyncConnection, state: State) -> dict[tuple[str, str], Owner]:
-    owners: dict[tuple[str, str], Owner] = {}
-    requests: dict[str, Any] = {}
+async def _load_owners(conn: AsyncConnection, state: State) -> None:
+    requests: dict[str, Request] = {}
+    words: dict[str, str] = {}
     columns = [tables.owner.c[name] for name in rows.OWNER_COLUMNS]
     result = await conn.stream(sa.select(*columns).execution_options(yield_per=_CHUNK))
     async for part in result.partitions():
@@ -72,20 +72,23 @@ async def _load_owners(conn: AsyncConnection, state: State) -> dict[tuple[str, s
             known = requests.get(request)
             if known is None:
                 known = requests[request] = state.intern(rows.read_request(request))
+            plural, epoch = words.setdefault(plural, plural), words.setdefault(epoch, epoch)
             owner = Owner(plural, f"{namespace}/{name}", uid, known, epoch, generation)
-            owner.phase, owner.ticket, owner.created = phase, ticket, created
+            owner.phase, owner.ticket = words.setdefault(phase, phase), ticket
             owner.stored = True
-            if refusal or claims:
-                owner.refusal, owner.claims = rows.read_refusal(refusal), rows.read_claims(claims)
-            owner.gone_at, owner.gone_how, owner.condemned = gone_at, gone_how, condemned
-            owners[plural, uid] = owner
+            if refusal or claims or created or gone_at is not None or condemned:
+                owner.note(
+                    refusal=rows.read_refusal(refusal),
+                    claims=rows.read_claims(claims),
+                    created=created,
+                    gone_at=gone_at,
+                    gone_how=gone_how,
+                    condemned=condemned,
+                )
             restore.owner(state, owner)
-    return owners
 
 
-async def _load_leases(
-    conn: AsyncConnection, state: State, owners: dict[tuple[str, str], Owner]
-) -> None:
+async def _load_leases(conn: AsyncConnection, state: State) -> None:
     lease = tables.lease
     pools: dict[str, str] = {}
     # Two questions, each answered by its own partial index however long the history is.
@@ -93,6 +96,8 @@ async def _load_leases(
         query = sa.select(
             lease.c.id,
             lease.c.plural,
+            lease.c.namespace,
+            lease.c.name,
             lease.c.uid,
             sa.func.host(lease.c.address),
             lease.c.pool,
@@ -101,12 +106,11 @@ async def _load_leases(
         ).where(sa.func.upper_inf(lease.c.during), shared)
         result = await conn.stream(query.execution_options(yield_per=_CHUNK))
         async for part in result.partitions():
-            for lease_id, plural, uid, address, pool, share, retiring in part:
-                pool = pools.setdefault(pool, pool)
+            for lease_id, plural, namespace, name, uid, address, pool, share, retiring in part:
+                owner = restore.holder(state, plural, f"{namespace}/{name}", uid)
                 number = addresses.parse_canonical(address)
-                held = Lease(lease_id, owners[plural, uid], number, pool, share)
-                held.retiring = retiring
-                restore.lease(state, held)
+                held = Lease.of(lease_id, owner, number, pools.setdefault(pool, pool))
+                restore.lease(state, held, share, retiring)
 
 
 async def _load_memos(conn: AsyncConnection, state: State) -> None:
@@ -209,7 +213,7 @@ async def _save_owners(conn: AsyncConnection, state: State) -> None:
     new: list[str] = []
     known: list[Owner] = []
     dead: list[Owner] = []
-    for owner in state.changes.owners.values():
+    for owner in state.changes.owners:
         if not state.knows(owner):
             if owner.stored:
                 dead.append(owner)
@@ -283,7 +287,7 @@ async def _save_leases(conn: AsyncConnection, state: State) -> None:
                 "cause": [c.cause for c in closed],
             },
         )
-    altered = list(state.changes.altered.values())
+    altered = list(state.changes.altered)
     if altered:
         await conn.execute(
             _ALTER,

@@ -23,7 +23,7 @@ def adopt(state: State) -> None:
     """Take over the claims of all owners that are not decided yet."""
     claims = [
         (_rank(state, owner, claim), owner, claim)
-        for owner in state.undecided.values()
+        for owner in state.undecided
         if owner.request.mode == POOL and not owner.leases
         for claim in _claims(state, owner)
     ]

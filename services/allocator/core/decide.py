@@ -34,7 +34,7 @@ class Tick(NamedTuple):
 
 def decide(state: State, fact: events.AnyEvent, *, epoch: str, seq: int) -> list[events.Event]:
     """Take a fact in and decide. Deterministic; the same fact again decides nothing."""
-    state.begin(fact.at, f"{epoch}:{seq}")
+    state.begin(fact.at, epoch, seq)
     was_ready = state.ready
     take_in(state, fact, epoch=epoch, seq=seq)
     return conclude(state, was_ready=was_ready)
@@ -42,7 +42,7 @@ def decide(state: State, fact: events.AnyEvent, *, epoch: str, seq: int) -> list
 
 def tick(state: State, now: datetime) -> list[events.Event]:
     """Time has passed: reclaim what is due."""
-    state.begin(now, state.cause)
+    state.begin(now, state.cause.epoch, state.cause.seq)
     if state.ready:
         retire_due(state)
         if state.rules.cooldown:
@@ -145,7 +145,7 @@ def _release_departed(state: State) -> None:
 
 
 def _place_undecided(state: State) -> None:
-    owners = list(state.undecided.values())
+    owners = list(state.undecided)
     state.undecided.clear()
     if len(owners) > 1:
         owners.sort(key=_by_ticket)
@@ -164,7 +164,7 @@ def _let_movers_go(state: State) -> None:
 
 def _note_strays(state: State) -> None:
     strayed, state.strayed = state.strayed, {}
-    for owner in strayed.values():
+    for owner in strayed:
         if state.knows(owner) and owner.gone_at is None:
             note_stray(state, owner)
 
@@ -177,7 +177,7 @@ def next_deadline(state: State) -> datetime | None:
     """When a tick could decide something, as far as is known now."""
     rules = state.rules
     ends = [owner.gone_at + rules.grace for owner in state.vanished if owner.gone_at][:1]
-    ends += [o.retiring + rules.retire for o in state.retiring.values() if o.retiring is not None]
+    ends += [o.retiring + rules.retire for o in state.retiring if o.retiring is not None]
     if rules.cooldown:
         ends += [released + rules.cooldown for released in _cooling_for_waiters(state)]
     return min(ends, default=None)

@@ -41,13 +41,13 @@ def replay(
     seq: int,
 ) -> None:
     """One fact of the log with the decisions that it led to."""
-    state.begin(fact.at, f"{epoch}:{seq}")
+    state.begin(fact.at, epoch, seq)
     was_ready = state.ready
     take_in(state, fact, epoch=epoch, seq=seq)
     if state.ready and not was_ready:
         become_ready(state)
     if state.ready:
-        for owner in sorted(state.undecided.values(), key=lambda owner: owner.ticket):
+        for owner in sorted(state.undecided, key=lambda owner: owner.ticket):
             if not owner.request.problem and not owner.request.strict:
                 for lease in fitting_leases(state, owner):
                     sharing.restate_slots(state, lease)
@@ -69,7 +69,7 @@ def replay(
 
 def replay_tick(state: State, now: datetime, decisions: Iterable[events.AnyEvent]) -> None:
     """The passing of time, with the decisions that it led to."""
-    state.begin(now, state.cause)
+    state.begin(now, state.cause.epoch, state.cause.seq)
     for decision in decisions:
         evolve(state, decision)
     if state.ready:
@@ -88,14 +88,14 @@ def evolve(state: State, decision: events.AnyEvent) -> None:
             _refused(state, decision)
         case events.OwnerCondemned():
             owner = _owner(state, decision.owner)
-            owner.condemned = decision.reason
+            owner.note(condemned=decision.reason)
             state.changed(owner)
         case events.PoolsImported():
             state.imported, state.legacy = imported_digest(state), None
             state.changes.clock = True
         case events.AddressDelegated():
             owner = _owner(state, decision.owner, Request(DHCP, decision.owner.namespace))
-            state.undecided.pop((owner.plural, owner.uid), None)
+            state.undecided.pop(owner, None)
             settle(state, owner, DELEGATED)
 
 
@@ -120,8 +120,8 @@ def _granted(state: State, decision: events.LeaseGranted | events.LeaseAdopted) 
         adopted=adopted,
     )
     if not adopted:
-        state.undecided[owner.plural, owner.uid] = owner
-        state.moved[owner.plural, owner.uid] = owner
+        state.undecided[owner] = None
+        state.moved[owner] = None
 
 
 def _released(state: State, decision: events.LeaseReleased) -> None:
@@ -139,19 +139,20 @@ def _lease(owner: Owner, lease_id: str) -> Lease | None:
 def _refused(state: State, decision: events.LeaseRefused) -> None:
     owner = _owner(state, decision.owner)
     state.changed(owner)
-    owner.refusal = Refusal(
+    refusal = Refusal(
         decision.reason,
         decision.message,
         decision.pool,
         tuple((v.pool, v.reason, v.message) for v in decision.considered),
         decision.kept,
     )
+    owner.note(refusal=refusal)
     if decision.reason == OUTSIDE:
         return
     if not owner.ticket:
         owner.ticket = state.next_serial()
     owner.phase = WAITING
-    state.undecided.pop((owner.plural, owner.uid), None)
+    state.undecided.pop(owner, None)
     rejoin(state, owner)
 
 
@@ -179,13 +180,13 @@ def _follow(state: State) -> None:
         if not owner.leases:
             state.forget_owner(owner)
     moved, state.moved = state.moved, {}
-    for owner in moved.values():
+    for owner in moved:
         fitting = fitting_leases(state, owner)
         for lease in owner.leases:
             if lease not in fitting and state.rules.retire:
                 state.retire(lease)
     undecided, state.undecided = state.undecided, {}
-    for owner in sorted(undecided.values(), key=lambda owner: owner.ticket):
+    for owner in sorted(undecided, key=lambda owner: owner.ticket):
         if owner.request.mode == NOTHING:
             state.forget_owner(owner)
             continue

@@ -38,18 +38,18 @@ def condemn(state: State) -> None:
     """Judge what changed since the last call."""
     removed, state.clusters_removed = state.clusters_removed, {}
     for namespace, cluster in removed:
-        for owner in list(state.guests.get((namespace, cluster), {}).values()):
+        for owner in list(state.guests.get((namespace, cluster), {})):
             message = f"guest cluster {cluster} is being removed with its machines"
             _condemn(state, owner, "GuestClusterRemoved", message)
     changed, state.guests_changed = state.guests_changed, {}
-    for owner in changed.values():
+    for owner in changed:
         _condemn_orphans(state, owner)
 
 
 def _condemn_orphans(state: State, owner: Owner) -> None:
     """Of several for one guest Service, all but the newest."""
     group = state.guests.get((owner.namespace, owner.request.guest_cluster), {})
-    same = [one for one in group.values() if one.request.guest == owner.request.guest]
+    same = [one for one in group if one.request.guest == owner.request.guest]
     if not owner.request.guest or len(same) < 2:
         return
     newest = max(one.created for one in same)
@@ -62,7 +62,7 @@ def _condemn_orphans(state: State, owner: Owner) -> None:
 def _condemn(state: State, owner: Owner, reason: str, message: str) -> None:
     if owner.condemned or owner.gone_at is not None or owner.plural != LOADBALANCERS:
         return
-    owner.condemned = reason
+    owner.note(condemned=reason)
     state.changed(owner)
     state.out.append(
         events.OwnerCondemned(

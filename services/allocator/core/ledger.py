@@ -14,7 +14,7 @@ def event_owner(owner: Owner) -> events.Owner:
 
 
 def next_id(state: State) -> str:
-    return f"{state.cause}:{state.next_serial()}"
+    return f"{state.cause.text}:{state.next_serial()}"
 
 
 def begin(
@@ -29,51 +29,52 @@ def begin(
 ) -> Lease:
     lease = state.hold(owner, pool, address, lease_id)
     text = addresses.text(address)
-    state.changes.granted[lease_id] = Granted(lease, text, state.now, rule, state.cause, adopted)
+    state.changes.granted[lease] = Granted(lease, text, state.now, rule, state.cause.text, adopted)
     return lease
 
 
 def end(state: State, lease: Lease, reason: str) -> None:
-    begun = state.changes.granted.get(lease.id)
+    begun = state.changes.granted.get(lease)
     if begun is not None:
-        begun.ended, begun.end_reason, begun.end_cause = state.now, reason, state.cause
+        begun.ended, begun.end_reason, begun.end_cause = state.now, reason, state.cause.text
     else:
-        state.changes.closed.append(Closed(lease.id, state.now, reason, state.cause))
-        state.changes.altered.pop(lease.id, None)
+        state.changes.closed.append(Closed(lease.id, state.now, reason, state.cause.text))
+        state.changes.altered.pop(lease, None)
     state.drop(lease)
 
 
 def grant(state: State, owner: Owner, pool: Pool, address: int, rule: str) -> Lease:
     lease = begin(state, owner, pool.name, address, next_id(state), rule)
-    _granted(state, lease, pool, state.changes.granted[lease.id].text, rule)
+    _granted(state, lease, pool, state.changes.granted[lease].text, lease.id, rule)
     return lease
 
 
 def grant_simply(state: State, owner: Owner, pool: Pool, space: Space, address: int) -> None:
     """What grant() does, in one piece, for an address that choose_simply() found."""
     state.serial += 1
-    lease_id = f"{state.cause}:{state.serial}"
-    lease = Lease(lease_id, owner, address, pool.name)
+    cause, serial = state.cause, state.serial
+    lease = Lease(owner, address, pool.name, cause.epoch, cause.seq, serial)
     owner.leases = (lease,)
     space.hold_fresh(address, lease)
     pool.last_allocated = address
     state.touched[pool.name] = None
     changes = state.changes
     changes.pools.add(pool.name)
-    changes.owners[owner.plural, owner.uid] = owner
+    changes.owners[owner] = None
     text = addresses.text(address)
-    changes.granted[lease_id] = Granted(lease, text, state.now, "never-used", state.cause)
-    _granted(state, lease, pool, text, "never-used")
+    lease_id = f"{cause.text}:{serial}"
+    changes.granted[lease] = Granted(lease, text, state.now, "never-used", cause.text)
+    _granted(state, lease, pool, text, lease_id, "never-used")
 
 
-def _granted(state: State, lease: Lease, pool: Pool, text: str, rule: str) -> None:
+def _granted(state: State, lease: Lease, pool: Pool, text: str, lease_id: str, rule: str) -> None:
     owner = lease.owner
     mask, gateway = pool.texts or pool.mask_and_gateway(lease.address)
     state.out.append(
         events.LeaseGranted(
             at=state.now,
             owner=event_owner(owner),
-            lease=lease.id,
+            lease=lease_id,
             address=text,
             pool=pool.name,
             mask=mask,

@@ -66,23 +66,25 @@ def _owner_seen(
 ) -> Owner | None:
     key = f"{meta.namespace}/{meta.name}"
     owner = state.owners[plural].get(key)
-    if owner is not None and owner.uid != meta.uid:
+    if owner is not None and not owner.has_uid(meta.uid):
         state.depart(owner, "replaced")
         owner = None
     request = state.intern(request)
     if owner is None:
         if request.mode == NOTHING:
             return None
-        created = meta.creation_timestamp.isoformat() if meta.creation_timestamp else ""
         owner = Owner(plural, key, meta.uid, request, epoch, meta.generation)
-        owner.claims, owner.created = claims, created
+        if claims or not state.ready or request.guest:
+            created = meta.creation_timestamp.isoformat() if meta.creation_timestamp else ""
+            owner.note(claims=claims, created=created)
         state.add_owner(owner)
         state.undecide(owner)
         if request.guest_cluster:
             state.enlist_guest(owner)
         return owner
     if owner.epoch != epoch or owner.gone_at is not None:
-        owner.epoch, owner.gone_at, owner.gone_how = epoch, None, ""
+        owner.epoch = epoch
+        owner.note(gone_at=None, gone_how="")
         if state.departed.pop((plural, owner.uid), None) is not None:
             state.enlist_guest(owner)
         state.changed(owner)
@@ -93,7 +95,7 @@ def _owner_seen(
         return owner
     owner.request, owner.generation = request, meta.generation
     if owner.phase == PENDING:
-        owner.claims = claims
+        owner.note(claims=claims)
     state.undecide(owner)
     return owner
 
@@ -228,7 +230,7 @@ def _reconsider_waiting(state: State, namespace: str) -> None:
     """Those who wait may belong to another pool now; those who hold an address keep it."""
     for owner in state.all_owners():
         if owner.ticket and owner.request.namespace == namespace:
-            state.undecided[owner.plural, owner.uid] = owner
+            state.undecided[owner] = None
 
 
 def gone(state: State, fact: events.ObjectGone) -> None:

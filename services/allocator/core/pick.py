@@ -135,7 +135,7 @@ def choose_simply(state: State, owner: Owner) -> tuple[Pool, Space, int] | None:
     request, and a never used address in a pool like most. None means: go the long way."""
     request = owner.request
     pools = state.choice(request).pools
-    if not pools or owner.claims or (owner.plural, owner.key) in state.memory:
+    if not pools or owner.rare is not None or (owner.plural, owner.key) in state.memory:
         return None
     pool = pools[0]
     if pool.quotas or pool.overlapping:

@@ -117,7 +117,7 @@ def shown(state: State, owner: Owner, claims: tuple[int, ...]) -> None:
 
 def retire_due(state: State) -> None:
     """Leases that have been retiring for so long that nobody will show the new address."""
-    for lease in list(state.retiring.values()):
+    for lease in list(state.retiring):
         if lease.retiring is not None and lease.retiring + state.rules.retire <= state.now:
             release(state, lease, "request-changed")
 
@@ -150,7 +150,7 @@ def _refuse(state: State, owner: Owner, miss: Miss) -> None:
 def tell(state: State, owner: Owner, refusal: Refusal) -> None:
     old = owner.refusal
     if old is None or old[:3] != refusal[:3] or old.kept != refusal.kept:
-        owner.refusal = refusal
+        owner.note(refusal=refusal)
         state.out.append(refused(state, owner, refusal))
         state.changed(owner)
 
@@ -182,7 +182,7 @@ def rejoin(state: State, owner: Owner) -> None:
         fitting = fitting_leases(state, owner)
         _, miss = look_for(state, owner, missing(owner.request, fitting))
         if miss is None:
-            state.undecided[owner.plural, owner.uid] = owner
+            state.undecided[owner] = None
             return
         waits = miss.waits
     state.queues.join(owner, waits)
@@ -190,12 +190,17 @@ def rejoin(state: State, owner: Owner) -> None:
 
 def settle(state: State, owner: Owner, phase: str) -> None:
     """Nothing is missing: the owner leaves the order of those who wait."""
-    if owner.waits:
-        _touch_pools(state, owner.waits)
-        state.queues.leave(owner)
-    if owner.phase != phase or owner.refusal is not None or owner.ticket or owner.claims:
+    if owner.phase != phase or owner.ticket or owner.refusal is not None:
         state.changed(owner)
-        owner.phase, owner.refusal, owner.ticket, owner.claims = phase, None, 0, ()
+        owner.phase, owner.ticket = phase, 0
+    if owner.rare is not None:
+        if owner.waits:
+            _touch_pools(state, owner.waits)
+            state.queues.leave(owner)
+        if owner.claims:
+            state.changed(owner)
+        created = owner.created if owner.request.guest else ""
+        owner.note(claims=(), created=created, refusal=None)
     if state.strays:
         note_stray(state, owner)
 
@@ -209,7 +214,7 @@ def note_stray(state: State, owner: Owner) -> None:
         message = f"{text} is not an address of pool {stray.pool} any more; it stays as it is"
         tell(state, owner, Refusal(OUTSIDE, message, stray.pool, kept=kept_text(owner)))
     elif stray is None and noted:
-        owner.refusal = None
+        owner.note(refusal=None)
         state.changed(owner)
         state.out.extend(adopted(state, lease, "ledger") for lease in owner.leases)
 

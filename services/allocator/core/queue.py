@@ -42,7 +42,7 @@ class Queues:
     def join(self, owner: Owner, waits: tuple[Wait, ...]) -> None:
         """Wait for these instead of what the owner waited for before."""
         before = owner.waits
-        owner.waits = waits
+        owner.note(waits=waits)
         for wait in before:
             if wait not in waits:
                 self._left(wait)

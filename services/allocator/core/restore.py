@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 from schema import addresses
 from schema.pools import PoolError, read_plan, read_quotas
 from services.allocator.core.model import PENDING, WAITING, Lease, Owner, Pool
 from services.allocator.core.observe import standing
 from services.allocator.core.place import rejoin
+from services.allocator.core.request import NO_REQUEST
 from services.allocator.core.space import Memo
-from services.allocator.core.state import State
+from services.allocator.core.state import Cause, State
 
 
 def pool(state: State, stored: Pool) -> None:
@@ -31,15 +34,40 @@ def owner(state: State, stored: Owner) -> None:
         state.owners[stored.plural][stored.key] = stored
     if stored.request.guest_cluster and stored.gone_at is None:
         state.enlist_guest(stored)
+    stored.compact()
 
 
-def lease(state: State, stored: Lease) -> None:
+def holder(state: State, plural: str, key: str, uid: str) -> Owner:
+    """Whose lease it is. One whose owner nobody knows is a leak: it is released like a departed
+    owner's."""
+    departed = state.departed.get((plural, uid)) if state.departed else None
+    if departed is not None:
+        return departed
+    known = state.owners[plural].get(key)
+    if known is not None and known.has_uid(uid):
+        return known
+    lost = Owner(plural, key, uid, state.intern(NO_REQUEST), "")
+    lost.note(gone_at=state.now, gone_how="vanished")
+    state.departed[plural, uid] = lost
+    return lost
+
+
+def lease(state: State, stored: Lease, share: str, retiring: datetime | None) -> None:
     stored.owner.leases = (*stored.owner.leases, stored)
-    if stored.share:
-        stored.slots, stored.policy = stored.owner.request.slots, stored.owner.request.policy
-    if stored.retiring is not None:
-        state.retiring[stored.id] = stored
-    state.count(stored, 1)
+    pool = state.pools.get(stored.pool)
+    if share:
+        request = stored.owner.request
+        stored.cover(share, request.slots, request.policy)
+    if retiring is not None:
+        stored.retire(retiring)
+        state.retiring[stored] = None
+    if share or (pool is not None and pool.quotas):
+        state.count(stored, 1)
+    if pool is not None and not pool.overlapping:  # the usual case, without detours
+        space = pool.spaces.get(6 if stored.address >= addresses.V6 else 4)
+        if space is not None and stored.address in space.shape:
+            space.put(stored)
+            return
     for _, space in state.places(stored):
         space.put(stored)
     if state.is_stray(stored):
@@ -58,10 +86,11 @@ def memo(state: State, stored: Memo) -> None:
 def finish(state: State) -> None:
     """Everything is in: bring it into the order in which it would have come to be."""
     state.refresh_ready()
+    state.cause = Cause(state.epoch, 0, f"{state.epoch}:0")
     for known in state.pools.values():
         for space in known.spaces.values():
             space.settle()
-    for one in sorted(state.departed.values(), key=lambda one: str(one.gone_at)):
+    for one in sorted(state.departed.values(), key=_gone_at):
         state.await_release(one)
     for one in sorted(state.all_owners(), key=lambda one: one.ticket):
         if not one.ticket or one.gone_at is not None:
@@ -69,7 +98,12 @@ def finish(state: State) -> None:
         if one.phase == WAITING:
             rejoin(state, one)
         elif one.phase == PENDING:
-            state.undecided[one.plural, one.uid] = one
+            state.undecided[one] = None
     state.strayed.clear()
     state.guests_changed.clear()
     state.forget_changes()
+
+
+def _gone_at(owner: Owner) -> datetime:
+    assert owner.gone_at is not None
+    return owner.gone_at

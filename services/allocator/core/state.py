@@ -67,10 +67,10 @@ class Closed(NamedTuple):
 class Changes:
     """What differs from what was stored last."""
 
-    owners: dict[tuple[str, str], Owner] = field(default_factory=dict)  # by kind and uid
-    granted: dict[str, Granted] = field(default_factory=dict)
+    owners: dict[Owner, None] = field(default_factory=dict)
+    granted: dict[Lease, Granted] = field(default_factory=dict)
     closed: list[Closed] = field(default_factory=list)
-    altered: dict[str, Lease] = field(default_factory=dict)  # other ports, or retiring
+    altered: dict[Lease, None] = field(default_factory=dict)  # other ports, or retiring
     pools: set[str] = field(default_factory=set)
     projects: set[str] = field(default_factory=set)
     memos: dict[tuple[str, int], Memo | None] = field(default_factory=dict)
@@ -91,6 +91,14 @@ class Changes:
         )
 
 
+class Cause(NamedTuple):
+    """The fact that is being decided on."""
+
+    epoch: str
+    seq: int
+    text: str
+
+
 class Choice(NamedTuple):
     """The pools that may serve a request, first choice first, and why others may not."""
 
@@ -108,7 +116,7 @@ class State:
         self.ready = False
         self.now = BEGINNING
         self.serial = 0  # of leases and tickets; only grows
-        self.cause = ""  # of what is being decided
+        self.cause = Cause("", 0, "")  # of what is being decided
         self.synced: dict[str, tuple[str, int, bool]] = {}  # plural -> epoch, sequence, absent
         self.owners: dict[str, dict[str, Owner]] = {LOADBALANCERS: {}, SERVICES: {}}
         self.pools: dict[str, Pool] = {}
@@ -117,21 +125,21 @@ class State:
         self.strays: dict[int, tuple[Lease, ...]] = {}  # leases outside their own pool
         self.shares: dict[str, dict[int, int]] = {}  # sharing key -> address -> holders
         self.usage: dict[QuotaKey, int] = {}
-        self.retiring: dict[str, Lease] = {}
-        self.moved: dict[tuple[str, str], Owner] = {}  # in a replay: who was granted an address
+        self.retiring: dict[Lease, None] = {}
+        self.moved: dict[Owner, None] = {}  # in a replay: who was granted an address
         self.release_asked: dict[str, None] = {}  # pools with a manual release to answer
-        self.guests: dict[tuple[str, str], dict[str, Owner]] = {}  # namespace, cluster; uid
-        self.guests_changed: dict[str, Owner] = {}
+        self.guests: dict[tuple[str, str], dict[Owner, None]] = {}  # by namespace and cluster
+        self.guests_changed: dict[Owner, None] = {}
         self.clusters_removed: dict[tuple[str, str], None] = {}
         self.legacy: tuple[str, dict[str, str]] | None = None  # a ConfigMap to import
         self.imported = ""  # digest of the one that was
-        self.strayed: dict[tuple[str, str], Owner] = {}  # to be told so
+        self.strayed: dict[Owner, None] = {}  # to be told so
         self.showing: list[tuple[Owner, tuple[int, ...]]] = []  # statuses of those who move
         self.queues = Queues()
         self.departed: dict[tuple[str, str], Owner] = {}  # by kind and uid: to be released
         self.vanished: deque[Owner] = deque()  # of those, who has a grace period, in its order
         self.leaving: list[Owner] = []  # and who has none
-        self.undecided: dict[tuple[str, str], Owner] = {}  # by kind and uid: to be placed
+        self.undecided: dict[Owner, None] = {}  # to be placed
         self.freed: list[tuple[str, int]] = []  # pool, address
         self.freed_quotas: dict[QuotaKey, None] = {}
         self.altered: list[str] = []  # pools whose spec changed
@@ -145,10 +153,11 @@ class State:
 
     # --- time and order ---
 
-    def begin(self, at: datetime, cause: str) -> None:
+    def begin(self, at: datetime, epoch: str, seq: int) -> None:
         """Time never stands still between two facts: a lease never ends when it begins."""
-        self.now = max(at, self.now + _TICK)
-        self.cause = cause
+        now = self.now + _TICK
+        self.now = at if at > now else now
+        self.cause = Cause(epoch, seq, f"{epoch}:{seq}")
 
     def next_serial(self) -> int:
         self.serial += 1
@@ -173,26 +182,28 @@ class State:
 
     def add_owner(self, owner: Owner) -> None:
         self.owners[owner.plural][owner.key] = owner
-        self.changes.owners[owner.plural, owner.uid] = owner
+        self.changes.owners[owner] = None
 
     def enlist_guest(self, owner: Owner) -> None:
         cluster = owner.request.guest_cluster
         if cluster:
-            self.guests.setdefault((owner.namespace, cluster), {})[owner.uid] = owner
-            self.guests_changed[owner.uid] = owner
+            self.guests.setdefault((owner.namespace, cluster), {})[owner] = None
+            self.guests_changed[owner] = None
 
     def _delist_guest(self, owner: Owner) -> None:
         key = (owner.namespace, owner.request.guest_cluster)
         group = self.guests.get(key)
-        if group is not None and group.pop(owner.uid, None) is not None and not group:
+        if group is not None and owner in group:
+            del group[owner]
+        if group is not None and not group:
             del self.guests[key]
 
     def depart(self, owner: Owner, how: str) -> None:
         """The object is gone. What it holds is released when that may be decided."""
         self.queues.leave(owner)
-        owner.gone_at, owner.gone_how = self.now, how
+        owner.note(gone_at=self.now, gone_how=how)
         self.await_release(owner)
-        self.undecided.pop((owner.plural, owner.uid), None)
+        self.undecided.pop(owner, None)
         if how != "vanished":
             self._unname(owner)
         if self.guests:
@@ -222,7 +233,7 @@ class State:
 
     def forget_owner(self, owner: Owner) -> None:
         self.queues.leave(owner)
-        self.undecided.pop((owner.plural, owner.uid), None)
+        self.undecided.pop(owner, None)
         self.departed.pop((owner.plural, owner.uid), None)
         self._unname(owner)
         if self.guests:
@@ -246,11 +257,10 @@ class State:
             self.queues.leave(owner)
         self.serial = owner.ticket = self.serial + 1
         self.changes.clock = True
-        identity = (owner.plural, owner.uid)
-        self.undecided[identity] = self.changes.owners[identity] = owner
+        self.undecided[owner] = self.changes.owners[owner] = None
 
     def changed(self, owner: Owner) -> None:
-        self.changes.owners[owner.plural, owner.uid] = owner
+        self.changes.owners[owner] = None
 
     def all_owners(self) -> Iterable[Owner]:
         for owners in self.owners.values():
@@ -270,17 +280,16 @@ class State:
 
     def hold(self, owner: Owner, pool: str, address: int, lease_id: str) -> Lease:
         request = owner.request
-        lease = Lease(lease_id, owner, address, pool)
+        lease = Lease.of(lease_id, owner, address, pool)
         if request.share:
-            lease.share, lease.slots = request.sharing_key, request.slots
-            lease.policy = request.policy
+            lease.cover(request.sharing_key, request.slots, request.policy)
         known = self.pools.get(pool)
         if known is not None:
             known.last_allocated = address
             self.changes.pools.add(pool)
         owner.leases = (*owner.leases, lease)
         self.attach(lease)
-        self.changes.owners[owner.plural, owner.uid] = owner
+        self.changes.owners[owner] = None
         return lease
 
     def attach(self, lease: Lease) -> None:
@@ -313,7 +322,7 @@ class State:
         known = self.pools.get(lease.pool)
         if lease.share or (known is not None and known.quotas):
             self.count(lease, -1)
-        self.retiring.pop(lease.id, None)
+        self.retiring.pop(lease, None)
         for pool, space in self.places(lease):
             memo = Memo(address, pool.name, owner.plural, owner.key, self.now, self.next_serial())
             if space.release(address, lease, memo):
@@ -359,26 +368,26 @@ class State:
         request = lease.owner.request
         if lease.share:
             self._share_count(lease, -1)
-        lease.share, lease.slots, lease.policy = request.sharing_key, request.slots, request.policy
+        lease.cover(request.sharing_key, request.slots, request.policy)
         if lease.share:
             self._share_count(lease, 1)
         self.freed.append((lease.pool, lease.address))
-        if lease.id not in self.changes.granted:
-            self.changes.altered[lease.id] = lease
+        if lease not in self.changes.granted:
+            self.changes.altered[lease] = None
 
     def retire(self, lease: Lease) -> None:
         if lease.retiring is None:
-            lease.retiring = self.now
-            self.retiring[lease.id] = lease
-            if lease.id not in self.changes.granted:
-                self.changes.altered[lease.id] = lease
+            lease.retire(self.now)
+            self.retiring[lease] = None
+            if lease not in self.changes.granted:
+                self.changes.altered[lease] = None
 
     def unretire(self, lease: Lease) -> None:
         if lease.retiring is not None:
-            lease.retiring = None
-            del self.retiring[lease.id]
-            if lease.id not in self.changes.granted:
-                self.changes.altered[lease.id] = lease
+            lease.retire(None)
+            del self.retiring[lease]
+            if lease not in self.changes.granted:
+                self.changes.altered[lease] = None
 
     def cooling(self, space: Space, address: int) -> bool:
         """Whether a free address was released so recently that strangers must not have it."""
@@ -536,7 +545,7 @@ class State:
             self._unstray(lease)
             stray = self.is_stray(lease)
             if stray != before:
-                self.strayed[lease.owner.plural, lease.owner.uid] = lease.owner
+                self.strayed[lease.owner] = None
             if stray:
                 self.strays[lease.address] = (*self.strays.get(lease.address, ()), lease)
 

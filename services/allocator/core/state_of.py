@@ -81,6 +81,6 @@ def fingerprint(state: State) -> str:
             add(family, space.shape, sorted(space.held), memos, space.fresh())
     usage = sorted((key, count) for key, count in state.usage.items() if count)
     add(state.legacy, state.imported, sorted(state.guests))
-    add(sorted(state.strays), sorted(state.retiring), usage)
+    add(sorted(state.strays), sorted(lease.id for lease in state.retiring), usage)
     add(sorted((key, sorted(held.items())) for key, held in state.shares.items()))
     return digest.hexdigest()
