@@ -7,6 +7,7 @@ Exit codes: 0 fine, 1 found a problem, 2 wrong use or wrong settings.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import Annotated
 
@@ -39,16 +40,28 @@ SERVICE_MODULES = {
 
 def _call(module: str, function: str, *args: object, **kwargs: object) -> None:
     """Run a function of a module that is loaded now; what it returns is the exit code."""
+    from services.cli.printing import Trouble
     from services.kit import log
     from services.kit.config import ConfigError, LogSettings
 
-    log.setup(LogSettings(level="warning"), "cli")
+    # What a person must know is the message of the command, not the log of its attempts.
+    log.setup(LogSettings(level="error"), "cli")
     try:
         code = getattr(importlib.import_module(module), function)(*args, **kwargs)
+        sys.stdout.flush()
     except ConfigError as error:
-        print(f"lbledger: {error}", file=sys.stderr)
-        code = 2
+        code = _failed(error, 2)
+    except Trouble as error:
+        code = _failed(error, 1)
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
     raise typer.Exit(int(code or 0))
+
+
+def _failed(error: Exception, code: int) -> int:
+    print(f"lbledger: {error}", file=sys.stderr)
+    return code
 
 
 # --- running ---

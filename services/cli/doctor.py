@@ -11,8 +11,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from schema.subjects import STREAMS
 from schema.tables import SERVICES, service_tables
 from services.cli import printing, reading, session
+from services.cli.printing import Trouble
 from services.kit.bus import Bus, StreamMissing
-from services.kit.config import ConfigError, Settings, public_url
+from services.kit.config import Settings, public_url
 
 LAG_LIMIT = 1000
 KUBE_S = 10.0
@@ -48,7 +49,7 @@ async def _examine(settings: Settings) -> list[Check]:
         async with reading.connected() as bus:
             checks.append(Check("NATS", True, bus.address))
             checks += await _streams(bus, last)
-    except ConfigError as error:
+    except Trouble as error:
         checks.append(Check("NATS", False, str(error)))
     checks += await _database(settings, last)
     checks.append(await _kubernetes(settings))

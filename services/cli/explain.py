@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -12,6 +13,8 @@ from schema import events, subjects
 from services.cli import printing, reading
 from services.cli.reading import Entry
 from services.kit.bus import Bus
+
+_PATTERN: Final = re.compile(r"(([^\s.*>]+|\*)\.)*([^\s.*>]+|\*|>)")
 
 
 def lb_explain(name: str, as_json: bool) -> int:
@@ -46,6 +49,14 @@ def tail(follow: bool, pattern: str, count: int, as_json: bool) -> int:
     streams = [pattern.split(".")[0].upper()] if pattern else ["KUBE", "LB"]
     if any(stream not in subjects.STREAMS for stream in streams):
         return printing.fail(f"subject {pattern!r}: must begin with kube. or lb.", 2)
+    if pattern and not _PATTERN.fullmatch(pattern):
+        return printing.fail(
+            f"subject {pattern!r}: write names, * for any one and a final > for the rest, "
+            "joined by dots",
+            2,
+        )
+    if count < 0:
+        return printing.fail(f"--last {count}: must be 0 (everything) or more", 2)
 
     async def show(bus: Bus) -> int:
         entries: list[Entry] = []

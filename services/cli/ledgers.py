@@ -12,6 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from schema.tables import allocator as ledger
 from services.cli import looking, printing, reading, session
+from services.cli.printing import Trouble
 from services.kit.config import ConfigError, public_url
 
 T = TypeVar("T")
@@ -19,7 +20,7 @@ HOLDERS_SHOWN = 100
 
 
 def query(job: Callable[[AsyncConnection], Awaitable[T]]) -> T:
-    """Run one read on the database; ConfigError says in one line why it can't be."""
+    """Run one read on the database; Trouble says in one line why it can't be."""
     from services.kit import db
 
     settings = session.settings().database
@@ -30,7 +31,7 @@ def query(job: Callable[[AsyncConnection], Awaitable[T]]) -> T:
             async with asyncio.timeout(15), engine.connect() as conn:
                 return await job(conn)
         except (sa.exc.SQLAlchemyError, OSError, TimeoutError) as error:
-            raise ConfigError(
+            raise Trouble(
                 f"can't read {public_url(settings.url.reveal())}: {db.plain_error(error)}"
             ) from error
         finally:

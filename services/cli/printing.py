@@ -7,9 +7,16 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Final
 
 import msgspec
+
+NARROW: Final = 24  # characters that a column of sentences needs to be readable
+BELOW: Final = "    "
+
+
+class Trouble(Exception):
+    """What a command needs is not there, or does not answer; the text is for a person."""
 
 
 def emit_json(value: object) -> None:
@@ -21,19 +28,23 @@ def width() -> int:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[Any]], *, indent: str = "") -> None:
-    """Left-aligned columns; the last one wraps, the others are as wide as they must be."""
+    """Left-aligned columns, as wide as they must be; the last one wraps, below its row where the
+    others leave it no room."""
     if not rows:
         return
     cells = [[_text(cell) for cell in row] for row in rows]
     widths = [max(len(header), *(len(row[i]) for row in cells)) for i, header in enumerate(headers)]
-    room = max(24, width() - len(indent) - sum(widths[:-1]) - 2 * (len(widths) - 1))
+    taken = len(indent) + sum(widths[:-1]) + 2 * (len(widths) - 1)
+    beside = taken + min(widths[-1], NARROW) <= width()
+    margin = " " * taken if beside else indent + BELOW
     for row in [list(headers), *cells]:
         head = "  ".join(text.ljust(w) for text, w in zip(row[:-1], widths[:-1], strict=True))
-        lines = textwrap.wrap(row[-1], room, break_on_hyphens=False) or [""]
-        first = f"{indent}{head}  {lines[0]}" if head else f"{indent}{lines[0]}"
-        print(first.rstrip())
-        for line in lines[1:]:
-            print(f"{indent}{' ' * len(head)}  {line}")
+        lines = textwrap.wrap(row[-1], max(8, width() - len(margin)), break_on_hyphens=False)
+        first = f"{head}  {lines.pop(0)}" if head and beside else head
+        if first:
+            print(f"{indent}{first}".rstrip())
+        for line in lines:
+            print(f"{margin}{line}".rstrip())
 
 
 def _text(cell: Any) -> str:

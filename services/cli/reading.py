@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from schema import events, subjects
 from schema.subjects import ObjectRef
 from services.cli import session
+from services.cli.printing import Trouble
 from services.kit.bus import Bus, BusError, Message, StreamMissing
 from services.kit.config import ConfigError, public_url
 
 T = TypeVar("T")
 CONNECT_S = 5.0
+_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 DECISION_BRANCHES = ("lb.lease", "lb.backends", "lb.health", "lb.provider", "lb.applied")
 
 
@@ -35,7 +38,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextlib.asynccontextmanager
 async def connected() -> AsyncIterator[Bus]:
-    """A connection for one command; ConfigError says in one line why there is none."""
+    """A connection for one command; Trouble says in one line why there is none."""
     nats = session.settings().nats
     try:
         async with asyncio.timeout(CONNECT_S):
@@ -48,7 +51,7 @@ async def connected() -> AsyncIterator[Bus]:
                 creds=Path(nats.credentials) if nats.credentials else None,
             )
     except (TimeoutError, BusError) as error:
-        raise ConfigError(
+        raise Trouble(
             f"no NATS at {public_url(nats.url)} within {CONNECT_S:.0f} s: is `lbledger up` "
             f"running, or LBLEDGER_NATS_URL right?"
         ) from error
@@ -127,7 +130,11 @@ def owner_ref(name: str) -> ObjectRef:
         parts = ["loadbalancers", *parts]
     plural, *rest = parts
     plural = {"lb": "loadbalancers", "svc": "services", "service": "services"}.get(plural, plural)
-    if len(rest) != 2 or not all(rest) or plural not in ("loadbalancers", "services"):
+    if (
+        len(rest) != 2
+        or not all(_NAME.fullmatch(part) for part in rest)
+        or plural not in ("loadbalancers", "services")
+    ):
         raise ConfigError(
             f"{name!r} is no load balancer: write NAMESPACE/NAME, or services/NAMESPACE/NAME"
         )
