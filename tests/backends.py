@@ -39,6 +39,9 @@ class Backends:
 
         return accepted
 
+    def answers(self, address: str, port: int) -> bool:
+        return (address, port) in self._servers
+
     async def refuse(self, address: str, port: int) -> None:
         """Close the listener: connections are refused from now on."""
         await self.refuse_all([address], port)

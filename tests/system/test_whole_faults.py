@@ -122,6 +122,52 @@ async def test_nats_comes_back(whole, space, wipe):
         assert found["status"]["loadBalancer"]["ingress"] == [{"ip": held["shop"], "ipMode": "VIP"}]
 
 
+@pytest.mark.parametrize("gone", ["deleted", "moved"])
+async def test_a_release_that_the_log_lost_leaves_nothing_shown(whole, space, gone):
+    """[report-39] The applier was away when an address was given back, and the log that said so is
+    lost: the pool's status does not go on listing it, and another owner may have it."""
+    one = await space.pool(10, 10, name="p1")
+    two = await space.pool(30, 30, name="p2")
+    await space.balancer("web", ipPool=one)
+    await space.becomes("web", "False", NO_BACKEND)
+    await space.pool_is(one, available=0)
+    await whole.kill("applier")
+    if gone == "deleted":
+        await space.delete("web")
+    else:
+        await space.edit("web", ipPool=two)
+        # Nobody shows the new address, so the old one would be kept for a while: say it is seen.
+        patch = {"status": {"address": space.pooled(30)}}
+        await eventually(lambda: held(space, "web", space.pooled(30)))
+        await space.api.merge("LoadBalancer", "web", space.name, patch, "status")
+
+    async def released():
+        rows = await whole.rows(
+            "select name from allocator.lease where host(address) = $1 and upper_inf(during)",
+            space.pooled(10),
+        )
+        return not rows
+
+    await eventually(released, 20)
+    await whole.nats.kill()
+    await whole.nats.wipe()
+    await whole.nats.start()
+    await whole.respawn("applier")
+    await whole.ready(RECONNECT_S)
+
+    await space.pool_is(one, available=1, allocated={})
+    await space.balancer("next", ipPool=one)
+    await space.becomes("next", "False", NO_BACKEND)
+    await space.pool_is(one, available=0, allocated={space.pooled(10): f"{space.name}/next"})
+
+
+async def held(space, name, address):
+    rows = await space.whole.rows(
+        "select name from allocator.lease where host(address) = $1 and upper_inf(during)", address
+    )
+    return [row["name"] for row in rows] == [name]
+
+
 async def test_the_api_server_restarts_with_its_objects(whole, space):
     """Watches resume or list anew; what changes afterwards is seen; nothing is lost or repeated."""
     backends = await populate(space)

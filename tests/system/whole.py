@@ -42,7 +42,6 @@ SETTINGS: Final = {
     "LBLEDGER_WATCHER_CHECK_S": "0.3",
     "LBLEDGER_WATCHER_IDLE_S": "5",
     "LBLEDGER_ALLOCATOR_GRACE_S": "2",
-    "LBLEDGER_ALLOCATOR_RETIRE_S": "2",
     "LBLEDGER_APPLIER_POOL_STATUS_S": "0.1",
     "LBLEDGER_NRP_QUIET_S": "0.05",
     "LBLEDGER_NRP_LATENCY_S": "0.3",
@@ -432,18 +431,7 @@ class Space:
 
     async def pods(self, service: str, *numbers: int, node: str = "n1") -> None:
         """The slice of a Service of the provider: pods 10.N.9.<number> on one node."""
-        node = f"{self.name}-{node}"
-        if node not in self.nodes:
-            self.nodes.append(node)
-            internal = f"10.{self.number}.8.{len(self.nodes)}"
-            addresses = [{"type": "InternalIP", "address": internal}]
-            await self.api.create(
-                {
-                    "kind": "Node",
-                    "metadata": {"name": node},
-                    "status": {"addresses": addresses},
-                }
-            )
+        node = await self.node(node)
         name = f"{service}-{node}"
         endpoints = [
             {
@@ -471,6 +459,17 @@ class Space:
                 "endpoints": endpoints,
             }
         )
+
+    async def node(self, name: str) -> str:
+        """A node of this space, made the first time; returns its name in the cluster."""
+        name = f"{self.name}-{name}"
+        if name not in self.nodes:
+            internal = f"10.{self.number}.8.{len(self.nodes) + 1}"
+            addresses = [{"type": "InternalIP", "address": internal}]
+            status = {"addresses": addresses}
+            await self.api.create({"kind": "Node", "metadata": {"name": name}, "status": status})
+            self.nodes.append(name)
+        return name
 
     def pod(self, number: int) -> str:
         return f"10.{self.number}.9.{number}"
