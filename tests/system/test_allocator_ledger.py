@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.core.allocating import kinds
+from tests.core.allocating import kinds, shown
 from tests.system.allocator_rig import Replica, cluster_of, spawn
 
 
@@ -99,3 +99,84 @@ async def test_a_killed_allocator_decides_everything_once(cluster, nats_url, dat
     assert sorted(held) == sorted(
         {f"default/{e.owner.name}" for e in grants} - {f"default/{e.owner.name}" for e in releases}
     )
+
+
+async def test_a_restart_decides_nothing_new(cluster, nats_url, database_url):
+    """Rows are the memory: the next allocator goes on where the last one stopped, waiting owners
+    at their old place in the order, and a deletion while nobody was there is made up for."""
+    async with Replica(nats_url, database_url):
+        cluster.sync()
+        cluster.pool("p1", "192.0.2.0/29 192.0.2.2-192.0.2.3")
+        for name in ("a", "b", "first", "second"):
+            cluster.lb(name)
+        await cluster.caught_up()
+    before = await cluster.held()
+    decided = len(await cluster.decided())
+    for name in ("a", "first"):
+        cluster.lb(name)
+    async with Replica(nats_url, database_url):
+        await cluster.caught_up()
+        assert before == await cluster.held()
+        assert decided == len(await cluster.decided())
+    cluster.gone("loadbalancers", "a")
+    async with Replica(nats_url, database_url):
+        await cluster.caught_up()
+        assert {"default/b": "192.0.2.3", "default/first": "192.0.2.2"} == await cluster.held()
+        assert {"default/second"} == await cluster.waiting()
+
+
+async def test_a_cluster_with_addresses_is_adopted_by_an_empty_database(
+    cluster, nats_url, database_url
+):
+    """[report-7] What is shown is taken over before anything is granted, whatever the order of
+    the lists; who comes late gets what is left."""
+    cluster.svc("late")
+    cluster.pool("p1", "192.0.2.0/29 192.0.2.2-192.0.2.4")
+    cluster.svc("a", ingress=["192.0.2.4"])
+    cluster.lb("b", status=shown("192.0.2.2", "p1"))
+    cluster.sync()
+    async with Replica(nats_url, database_url):
+        await cluster.caught_up()
+        held = await cluster.held()
+    assert {"default/a": "192.0.2.4", "default/b": "192.0.2.2", "default/late": "192.0.2.3"} == held
+    decided = [kind for kind in kinds(await cluster.decided()) if kind != "PoolAccounted"]
+    assert ["LeaseAdopted", "LeaseAdopted", "LeaseGranted"] == decided
+
+
+async def test_a_column_added_in_the_middle_of_work_is_no_trouble(cluster, nats_url, database_url):
+    """[report-48] Prepared statements that a migration made invalid cost no event."""
+    async with Replica(nats_url, database_url):
+        cluster.sync()
+        cluster.pool("p1", "192.0.2.0/24")
+        cluster.lb("before")
+        await cluster.caught_up()
+        await cluster.database.execute("alter table allocator.lease add column note text")
+        await cluster.database.execute("alter table allocator.owner add column note text")
+        for n in range(20):
+            cluster.lb(f"lb{n}")
+        cluster.gone("loadbalancers", "before")
+        await cluster.caught_up()
+        assert len(await cluster.holds(20)) == 20
+    assert not await cluster.database.fetchval("select count(*) from allocator.dead_letter")
+
+
+async def test_a_lease_written_by_hand_is_found_out(cluster, nats_url, database_url):
+    """The database refuses the grant that memory believed in; memory is read anew, everybody is
+    served beside what stands there, and the lease that has no owner is reclaimed."""
+    async with Replica(nats_url, database_url):
+        cluster.sync()
+        cluster.pool("p1", "192.0.2.0/29")
+        cluster.lb("a")
+        await cluster.caught_up()
+        await cluster.database.execute(
+            "insert into allocator.lease (id, plural, namespace, name, uid, address, pool, during, "
+            "rule, cause) values ('x:0:0', 'services', 'hand', 'made', 'x', '192.0.2.3', 'p1', "
+            "tstzrange('2020-01-01', null), '', '')"
+        )
+        for name in ("b", "c", "d"):
+            cluster.lb(name)
+        await cluster.caught_up()
+        assert not await cluster.database.fetchval("select count(*) from allocator.dead_letter")
+        assert {f"default/{name}" for name in "abcd"} == set(await cluster.held())
+        row = "select release_reason from allocator.lease where id = 'x:0:0'"
+        assert "reclaimed" == await cluster.database.fetchval(row)

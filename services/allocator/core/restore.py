@@ -100,6 +100,8 @@ def finish(state: State) -> None:
         elif one.phase == PENDING:
             state.undecided[one] = None
     state.strayed.clear()
+    state.touched.clear()
+    state.altered.clear()
     state.guests_changed.clear()
     state.forget_changes()
 
