@@ -455,6 +455,21 @@ def test_full_update_replaces_what_was_perhaps_there(row):
     assert list(provided.held()) == [(Key(A, ".9"), ("s",))]
 
 
+@rows("D03-unknown")
+def test_location_that_is_perhaps_there_is_sent_in_full(world, row):
+    """Created without an answer, or emptied address by address: it is replaced, not added to."""
+    world.see(slice_of("web-a", "web", ["10.0.0.1"]))
+    world.tick(POLICY.latency)
+    (sent,) = world.flying
+    world.answer(sent, port.Unknown("update_address_locations", "lost"), applied=True)
+    world.see(slice_of("web-a", "web", ["10.0.0.2"]))
+    world.tick(40)
+    (again,) = [r for r in world.flying if r.lane == "locations"]
+    assert shown(again.payload) == {A: (Action.FULL, {"10.0.0.2": (WEB,)})}
+    world.run()
+    assert held(world) == {A: {"10.0.0.2": {WEB}}}
+
+
 @rows("9.1a", "unknown-removal")
 def test_removal_without_answer_is_not_believed_away(world, row):
     """Removed but not acknowledged, then wanted again: it is sent again, not believed equal."""

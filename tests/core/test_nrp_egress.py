@@ -396,6 +396,8 @@ def test_pod_that_goes_during_the_creation_waits_for_its_undoing(row, ends, verb
     w.run()
     w.check_equal()
     assert not has_finalizer(w, "p")
+    if ends == "ok":
+        assert not [e for e in w.said if isinstance(e, events.ProviderOperationFailed)]
 
 
 @rows("G14", "Z40")
@@ -478,6 +480,7 @@ def test_pod_of_the_same_name_is_another_one(row):
     w = served(pod("p", 1, "shop", "10.0.0.1"))
     w.see(terminating("p", 1, "10.0.0.1"))
     w.see(pod("p", 2, "shop", "10.0.0.5"))
+    assert set(w.state.releases) <= {uid(2)}
     w.run()
     w.check_equal()
     assert held(w) == {A: {"10.0.0.5": {"shop"}}}
