@@ -3,13 +3,15 @@
 model.py     owners, requests, pools, leases
 request.py   what an object asks for
 space.py     the addresses of one pool: held, free, never used
-state.py     memory, and the few ways in which it changes
+holdings.py  who holds what; state.py: all that is remembered; changes.py: what is to be stored
 observe.py   facts in
 adopt.py     what the cluster shows already
-place.py     which address an owner gets
-wake.py      who is served next when something becomes free
+pick.py      which address an owner would get; place.py: what it gets, keeps and lets go
+sharing.py, quota.py  rules of their own for pick.py
+wake.py      who is served next when something becomes free; queue.py: in which order
+manual.py, guests.py, legacy.py  requests of operators, guest clusters, the old ConfigMap
 decide.py    one fact from beginning to end
-evolve.py    recorded decisions back into memory
+evolve.py    recorded decisions back into memory; restore.py: stored rows
 """
 
 from services.allocator.core.decide import Tick, account, decide, next_deadline, tick
