@@ -6,9 +6,6 @@ in by COPY: it is several times faster than INSERT.
 
 from __future__ import annotations
 
-import io
-from typing import Any
-
 import msgspec
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql as pg
@@ -20,14 +17,19 @@ from schema.tables import service_tables
 from services.allocator import rows
 from services.allocator.core.model import Owner
 from services.allocator.core.state import State
+from services.kit import direct
 
 
 async def save(conn: AsyncConnection, state: State) -> None:
-    """Write what changed since the last load or save."""
+    """Write what changed since the last load or save.
+
+    The transaction must have had a statement already: SQLAlchemy begins it with its first one.
+    """
     changes = state.changes
     if not changes:
         return
     await _save_clock(conn, state)
+    await _save_marks(conn, state)
     await _save_owners(conn, state)
     await _save_leases(conn, state)
     await _save_memos(conn, state)
@@ -36,39 +38,43 @@ async def save(conn: AsyncConnection, state: State) -> None:
     state.forget_changes()
 
 
+_CLOCK = """
+    update allocator.clock
+    set epoch = $1, now = $2, serial = $3, legacy = $4, imported = $5 returning 1
+"""
+
+
 async def _save_clock(conn: AsyncConnection, state: State) -> None:
-    insert = pg.insert(tables.clock).values(
-        one=True,
-        epoch=state.epoch,
-        now=state.now,
-        serial=state.serial,
-        legacy=msgspec.json.encode(state.legacy).decode() if state.legacy is not None else "",
-        imported=state.imported,
+    values = (
+        state.epoch,
+        state.now,
+        state.serial,
+        msgspec.json.encode(state.legacy).decode() if state.legacy is not None else "",
+        state.imported,
     )
-    names = ("epoch", "now", "serial", "legacy", "imported")
-    await conn.execute(
-        insert.on_conflict_do_update(
-            index_elements=["one"], set_={name: insert.excluded[name] for name in names}
+    if not await direct.fetch(conn, _CLOCK, *values):
+        names = ("epoch", "now", "serial", "legacy", "imported")
+        await conn.execute(
+            sa.insert(tables.clock), {"one": True, **dict(zip(names, values, strict=True))}
         )
-    )
-    if state.changes.marks:
-        mark = service_tables("allocator").sync_mark
-        statement = pg.insert(mark)
-        upsert = statement.on_conflict_do_update(
-            index_elements=["plural"],
-            set_={name: statement.excluded[name] for name in ("epoch", "seq", "absent")},
+
+
+async def _save_marks(conn: AsyncConnection, state: State) -> None:
+    values = [
+        {"plural": plural, "epoch": epoch, "seq": seq, "absent": absent}
+        for plural, (epoch, seq, absent) in sorted(state.synced.items())
+        if plural in state.changes.marks
+    ]
+    if values:
+        statement = pg.insert(service_tables("allocator").sync_mark)
+        names = ("epoch", "seq", "absent")
+        await conn.execute(
+            statement.on_conflict_do_update(
+                index_elements=["plural"],
+                set_={name: statement.excluded[name] for name in names},
+            ),
+            values,
         )
-        values = [
-            dict(
-                zip(
-                    ("plural", "epoch", "seq", "absent"),
-                    (plural, *state.synced[plural]),
-                    strict=True,
-                )
-            )
-            for plural in sorted(state.changes.marks)
-        ]
-        await conn.execute(upsert, values)
 
 
 _UPDATE_OWNERS = sa.text(
@@ -133,7 +139,8 @@ async def _save_owners(conn: AsyncConnection, state: State) -> None:
                 "condemned": [o.condemned for o in known],
             },
         )
-    await _copy(conn, "owner", rows.OWNER_COLUMNS, new)
+    if new:
+        await direct.copy_text(conn, tables.owner, rows.OWNER_COLUMNS, new)
 
 
 _CLOSE = sa.text(
@@ -187,29 +194,8 @@ async def _save_leases(conn: AsyncConnection, state: State) -> None:
             },
         )
     lines = [rows.lease_line(granted) for granted in state.changes.granted.values()]
-    await _copy(conn, "lease", rows.LEASE_COLUMNS, lines)
-
-
-async def _copy(
-    conn: AsyncConnection, table: str, columns: tuple[str, ...], lines: list[str]
-) -> None:
-    if not lines:
-        return
-    driver: Any = (await conn.get_raw_connection()).driver_connection
-    source = io.BytesIO("".join(lines).encode())
-    try:
-        await driver.copy_to_table(
-            table, source=source, columns=columns, schema_name="allocator", format="text"
-        )
-    except Exception as error:
-        # Beside SQLAlchemy nobody sorts the driver's errors: SQLSTATE 23 is a broken constraint,
-        # 22 a value that does not fit.
-        kind = str(getattr(error, "sqlstate", "") or "")[:2]
-        if kind == "23":
-            raise sa.exc.IntegrityError(f"copy {table}", None, error) from error
-        if kind == "22":
-            raise sa.exc.DataError(f"copy {table}", None, error) from error
-        raise
+    if lines:
+        await direct.copy_text(conn, tables.lease, rows.LEASE_COLUMNS, lines)
 
 
 _UPSERT_MEMOS = sa.text(
@@ -257,6 +243,12 @@ async def _save_memos(conn: AsyncConnection, state: State) -> None:
         )
 
 
+_LAST_ALLOCATED = """
+    update allocator.pool p set last_allocated = n.last
+    from unnest($1::text[], $2::text[]) as n (name, last) where p.name = n.name
+"""
+
+
 async def _save_pools(conn: AsyncConnection, state: State) -> None:
     changed = sorted(state.changes.pools)
     gone = [name for name in changed if name not in state.pools]
@@ -286,6 +278,10 @@ async def _save_pools(conn: AsyncConnection, state: State) -> None:
             ),
             values,
         )
+    used = [state.pools[name] for name in sorted(state.changes.used) if name in state.pools]
+    if used:
+        names, lasts = [pool.name for pool in used], [pool.last_text for pool in used]
+        await direct.fetch(conn, _LAST_ALLOCATED, names, lasts)
 
 
 async def _save_projects(conn: AsyncConnection, state: State) -> None:

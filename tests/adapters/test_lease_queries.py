@@ -18,6 +18,7 @@ from tests.core.allocating import EVERYWHERE, World, pool_range
 async def conn(database_url: str) -> AsyncIterator[AsyncConnection]:
     engine = create_async_engine(driver_url(database_url))
     async with engine.connect() as conn, conn.begin():
+        await conn.execute(sa.text("select 1"))  # begins the transaction
         yield conn
     await engine.dispose()
 

@@ -41,6 +41,7 @@ class Changes:
     closed: list[Closed] = field(default_factory=list)
     altered: dict[Lease, None] = field(default_factory=dict)  # other ports, or retiring
     pools: set[str] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)  # pools with another last address
     projects: set[str] = field(default_factory=set)
     memos: dict[tuple[str, int], Memo | None] = field(default_factory=dict)
     marks: set[str] = field(default_factory=set)
@@ -53,6 +54,7 @@ class Changes:
             or self.closed
             or self.altered
             or self.pools
+            or self.used
             or self.projects
             or self.memos
             or self.marks

@@ -78,7 +78,7 @@ class Holdings:
         known = self.pools.get(pool)
         if known is not None:
             known.last_allocated = address
-            self.changes.pools.add(pool)
+            self.changes.used.add(pool)
         owner.leases = (*owner.leases, lease)
         self.attach(lease)
         self.changes.owners[owner] = None

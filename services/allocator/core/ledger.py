@@ -59,7 +59,7 @@ def grant_simply(state: State, owner: Owner, pool: Pool, space: Space, address: 
     pool.last_allocated = address
     state.touched[pool.name] = None
     changes = state.changes
-    changes.pools.add(pool.name)
+    changes.used.add(pool.name)
     changes.owners[owner] = None
     text = addresses.text(address)
     lease_id = f"{cause.text}:{serial}"
