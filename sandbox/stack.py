@@ -309,12 +309,13 @@ async def _output(command: list[str], env: dict[str, str], check: bool) -> str:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env=env,
+        start_new_session=True,
     )
     try:
         async with asyncio.timeout(60):
             out, err = await process.communicate()
     except TimeoutError:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)  # with an editor that it may have started
         await process.wait()
         raise ServerError(f"{' '.join(command[:4])} did not end within 60 s") from None
     if check and process.returncode:
