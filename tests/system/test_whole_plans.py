@@ -3,9 +3,12 @@
 Each test is a row of docs/conformance.md, by its name.
 """
 
+import json
+
 import pytest
 
 from tests.system.whole import DUMMY, GROUP, Refused, condition, gather
+from tests.waiting import eventually
 
 NO_BACKEND = "no running backend servers"
 CLUSTER = {"workloadType": "cluster", "listeners": None, "backendServerSelector": None}
@@ -65,6 +68,129 @@ async def test_L6_a_selector_may_come_later(space):
 
     for name in names:
         await space.becomes(name, "True")
+
+
+RELEASE = f"{GROUP}/manuallyReleaseIP"
+
+
+async def asked_for_release(space, pool, text):
+    """Annotate the pool, and wait until the annotation was answered and removed."""
+    patch = {"metadata": {"annotations": {RELEASE: text}}}
+    await space.api.merge("IPPool", pool, "", patch)
+
+    async def answered():
+        found = await space.api.get("IPPool", pool)
+        return RELEASE not in (found["metadata"].get("annotations") or {})
+
+    await eventually(answered, 30, message=f"the request {text!r} is answered")
+
+
+async def test_L7_a_leaked_booking_is_released_by_hand(whole, space):
+    """The LB vanished while nobody watched: the annotation ends its booking and goes away."""
+    pool = await space.pool()
+    await space.balancer("web")
+    await space.becomes("web", "False", NO_BACKEND)
+    await whole.kill("watcher")
+    await space.delete("web")
+    await whole.respawn("watcher")
+
+    await asked_for_release(space, pool, f"{space.pooled(10)}: {space.name}/web")
+
+    await space.pool_is(pool, available=20, allocated={})
+
+
+@pytest.mark.parametrize(
+    "text", ["nonsense", "{address}: {ns}/other", "{address}: {ns}/web", "198.18.0.9: {ns}/web"]
+)
+async def test_L8_a_wrong_request_releases_nothing(space, text):
+    """Bad format, wrong owner, wrong address, or an LB that still exists: only the annotation
+    goes."""
+    pool = await space.pool()
+    await space.balancer("web")
+    await space.becomes("web", "False", NO_BACKEND)
+    held = await space.leases()
+
+    await asked_for_release(space, pool, text.format(address=space.pooled(10), ns=space.name))
+    await space.quiet()
+
+    assert await space.leases() == held == {"web": space.pooled(10)}
+    await space.pool_is(pool, available=19)
+
+
+async def test_L15_a_guest_cluster_goes_with_its_load_balancers(space):
+    """The tickets of a cluster that is torn down with its disks are deleted; those of others and
+    VM load balancers in the namespace stay."""
+    await space.pool()
+    label = "cloudprovider.harvesterhci.io/cluster"
+    for name, cluster in (("one", "rke"), ("two", "rke"), ("other", "k3s")):
+        await space.balancer(name, labels={label: cluster}, **CLUSTER)
+    await space.balancer("vm")
+    for name in ("one", "two", "other"):
+        await space.becomes(name, "True")
+    await space.becomes("vm", "False", NO_BACKEND)
+    creator = {"harvesterhci.io/creator": "docker-machine-driver-harvester"}
+    for name, cluster, annotations in (
+        ("node-1", "rke", {"harvesterhci.io/removeAllPersistentVolumeClaims": "true"}),
+        ("node-2", "k3s", {}),
+    ):
+        labels = {**creator, "guestcluster.harvesterhci.io/name": cluster}
+        meta = {"name": name, "namespace": space.name, "labels": labels}
+        meta |= {
+            "annotations": annotations,
+            "finalizers": ["kubevirt.io/virtualMachineControllerFinalize"],
+        }
+        await space.api.create({"kind": "VirtualMachine", "metadata": meta, "spec": {}})
+        await space.api.delete("VirtualMachine", name, space.name)
+
+    for name in ("one", "two"):
+        await space.goes("LoadBalancer", name)
+    await space.quiet()
+    assert sorted(await space.leases()) == ["other", "vm"]
+    for name in ("node-1", "node-2"):
+        patch = {"metadata": {"finalizers": None}}
+        await space.api.merge("VirtualMachine", name, space.name, patch)
+
+
+async def test_L22_pools_of_a_kube_vip_config_map_are_taken_over(space):
+    """Its pools are created, an old address goes back to the name that had it, what can't be read
+    stops nothing, and the ConfigMap is marked so that it happens once."""
+    space.pools += [space.name, "global"]
+    data = {
+        f"range-{space.name}": f"{space.pooled(10)}-{space.pooled(20)}",
+        "range-global": f"{space.pooled(30)}-{space.pooled(40)}",
+        "kubevip-services": json.dumps(
+            {"services": [{"vip": space.pooled(34), "serviceName": "web"}]}
+        ),
+        "cidr-wrong": "not a network",
+    }
+    meta = {"name": "kubevip", "namespace": "kube-system"}
+    await space.api.create({"kind": "ConfigMap", "metadata": meta, "data": data})
+    try:
+
+        async def converted():
+            found = await space.api.get("ConfigMap", "kubevip", "kube-system")
+            return (found["metadata"].get("annotations") or {}).get(f"{GROUP}/after-conversion")
+
+        assert await eventually(converted, 30) == "true"
+        found = await space.api.get("IPPool", space.name)
+        assert found["spec"]["selector"]["scope"] == [
+            {"project": "*", "namespace": space.name, "guestCluster": "*"}
+        ]
+        await space.balancer("any")
+        status = await space.becomes("any", "False", NO_BACKEND)
+        assert status["allocatedAddress"]["ipPool"] == space.name
+        old = {"name": "web", "namespace": "kube-system"}
+        spec = {"listeners": [space.listener()]}
+        await space.api.create({"kind": "LoadBalancer", "metadata": old, "spec": spec})
+
+        async def regranted():
+            found = await space.api.get("LoadBalancer", "web", "kube-system")
+            return ((found.get("status") or {}).get("allocatedAddress") or {}).get("ip")
+
+        assert await eventually(regranted, 30) == space.pooled(34)
+    finally:
+        await space.api.delete("LoadBalancer", "web", "kube-system")
+        await space.api.delete("ConfigMap", "kubevip", "kube-system")
 
 
 async def test_L9_one_port_by_tcp_and_by_udp(space):
