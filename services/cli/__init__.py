@@ -22,7 +22,7 @@ app = typer.Typer(
     help="A load-balancer control plane for Kubernetes whose truth is an event log.",
 )
 lb_app = typer.Typer(no_args_is_help=True, help="Load balancers: list, show, explain.")
-pool_app = typer.Typer(no_args_is_help=True, help="Address pools: list, show.")
+pool_app = typer.Typer(no_args_is_help=True, help="Address pools: list, show, simulate.")
 nrp_app = typer.Typer(no_args_is_help=True, help="What the network resource provider holds.")
 app.add_typer(lb_app, name="lb")
 app.add_typer(pool_app, name="pool")
@@ -153,6 +153,15 @@ def pool_list(as_json: Json = False) -> None:
 def pool_show(name: str, as_json: Json = False) -> None:
     """One pool: use, holders, waiting owners."""
     _call("services.cli.ledgers", "pool_show", name, as_json)
+
+
+@pool_app.command("simulate")
+def pool_simulate(
+    file: Annotated[str, typer.Option("-f", "--filename", help="An edited IPPool; - reads stdin.")],
+    as_json: Json = False,
+) -> None:
+    """Who would be stranded, served or still waiting with an edited pool; changes nothing."""
+    _call("services.cli.simulating", "simulate", file, as_json)
 
 
 @app.command()

@@ -10,9 +10,12 @@ from typing import Any, Final
 import msgspec
 
 from schema import events, subjects
-from services.cli import printing, reading
+from schema.subjects import ObjectRef
+from services.allocator import queries
+from services.cli import ledgers, printing, reading
 from services.cli.reading import Entry
 from services.kit.bus import Bus
+from services.kit.config import ConfigError
 
 _PATTERN: Final = re.compile(r"(([^\s.*>]+|\*)\.)*([^\s.*>]+|\*|>)")
 
@@ -31,17 +34,47 @@ def lb_explain(name: str, as_json: bool) -> int:
         return sorted(found, key=lambda entry: (entry.time_ns, entry.stream, entry.seq))
 
     chain = reading.run(collect)
+    standing = _standing(ref)
     if not any(entry.stream == "LB" or _about(entry, ref.plural) for entry in chain):
         return printing.fail(f"nothing is known of {'/'.join(ref[1:])}: no fact, no decision")
     if as_json:
-        printing.emit_json([_plain(entry) for entry in chain])
+        printing.emit_json({"standing": standing, "chain": [_plain(entry) for entry in chain]})
         return 0
-    print(f"{ref.plural} {ref.namespace}/{ref.name}\n")
+    print(f"{ref.plural} {ref.namespace}/{ref.name}")
+    _tell_standing(standing)
     printing.table(
         ["TIME (UTC)", "EVENT", "CAUSE", "WHAT"],
         [[_time(e), f"{e.stream}:{e.seq}", _cause(e), f"{e.type}: {tell(e)}"] for e in chain],
     )
     return 0
+
+
+def _standing(ref: ObjectRef) -> queries.Explanation | None:
+    """What the ledger says now; None where it can't be asked, the log has the history anyway."""
+    try:
+        return ledgers.query(lambda conn: queries.explain_owner(conn, *ref))
+    except (printing.Trouble, ConfigError):
+        return None
+
+
+def _tell_standing(now: queries.Explanation | None) -> None:
+    """Why it has the address that it has, or none: rule, pools considered, place in the line."""
+    if now is None:
+        print()
+        return
+    asked = ", ".join(f"{key}={_short(value)}" for key, value in now.request.items())
+    rows = [["asks for", asked]]
+    rows += [["holds", f"{row.address} of pool {row.pool}: {row.rule}"] for row in now.leases]
+    if now.reason:
+        rows.append(["waits", f"{now.reason}: {now.message}"])
+        rows += [[f"  {one.pool}", f"{one.reason} {one.message}"] for one in now.considered]
+        rows.append(["ahead of it", str(now.ahead)])
+    printing.table(["", "NOW"], rows)
+    print()
+
+
+def _short(value: object) -> str:
+    return ", ".join(str(one) for one in value) if isinstance(value, list | tuple) else str(value)
 
 
 def tail(follow: bool, pattern: str, count: int, as_json: bool) -> int:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from schema.tables import allocator as ledger
-from services.cli import looking, printing, reading, session
+from schema import addresses
+from services.allocator import queries
+from services.allocator.queries import LeaseRow
+from services.cli import printing, reading, session
 from services.cli.printing import Trouble
 from services.kit.config import ConfigError, public_url
 
 T = TypeVar("T")
-HOLDERS_SHOWN = 100
+SHOWN = 100
 
 
 def query(job: Callable[[AsyncConnection], Awaitable[T]]) -> T:
@@ -54,30 +56,25 @@ def command(job: Callable[[AsyncConnection], Awaitable[None]]) -> None:
 
 
 def leases(at: str, address: str, owner: str, as_json: bool) -> int:
-    """Who holds what, or held it at a moment; or the history of one address or owner."""
-    lease = ledger.lease
-    wanted = (
-        sa.select(
-            sa.func.host(lease.c.address).label("address"),
-            lease.c.pool,
-            lease.c.plural,
-            lease.c.namespace,
-            lease.c.name,
-            sa.func.lower(lease.c.during).label("since"),
-            sa.func.upper(lease.c.during).label("until"),
-            lease.c.rule,
-            lease.c.release_reason,
-            lease.c.cause,
-            lease.c.release_cause,
-        )
-        .order_by(lease.c.address, sa.func.lower(lease.c.during))
-        .where(*_conditions(at, address, owner))
-    )
+    """Who holds what, or held it at a moment; the history of one address or owner."""
+    moment = parse_time(at) if at else None
+    if address:
+        _checked(address)
+    ref = reading.owner_ref(owner) if owner else None
 
-    async def read(conn: AsyncConnection) -> list[dict[str, Any]]:
-        return [dict(row) for row in (await conn.execute(wanted)).mappings()]
+    async def read(conn: AsyncConnection) -> list[LeaseRow]:
+        if address:
+            return await queries.leases_of_address(conn, address)
+        if ref is not None:
+            found = await queries.leases_of_owner(conn, *ref)
+            if owner.count("/") < 2:  # a name without its kind means both
+                found += await queries.leases_of_owner(conn, "services", *ref[1:])
+            return found
+        return await queries.leases_at(conn, moment or datetime.now(UTC))
 
     found = query(read)
+    if moment is not None:
+        found = [row for row in found if row.since <= moment and not _over(row, moment)]
     if as_json:
         printing.emit_json(found)
         return 0
@@ -86,35 +83,15 @@ def leases(at: str, address: str, owner: str, as_json: bool) -> int:
     printing.table(
         ["ADDRESS", "POOL", "SINCE (UTC)", "UNTIL (UTC)", "OWNER"],
         [
-            [
-                row["address"],
-                row["pool"],
-                _instant(row["since"]),
-                _instant(row["until"]),
-                _owner(row),
-            ]
+            [row.address, row.pool, _instant(row.since), _instant(row.until), _owner(row)]
             for row in found
         ],
     )
     return 0
 
 
-def _conditions(at: str, address: str, owner: str) -> list[sa.ColumnElement[bool]]:
-    lease = ledger.lease
-    found: list[sa.ColumnElement[bool]] = []
-    if at:
-        moment = sa.literal(parse_time(at), sa.DateTime(timezone=True))
-        found.append(lease.c.during.op("@>", is_comparison=True)(moment))
-    elif not address and not owner:
-        found.append(sa.func.upper_inf(lease.c.during))
-    if address:
-        found.append(lease.c.address == sa.cast(_address(address), lease.c.address.type))
-    if owner:
-        ref = reading.owner_ref(owner)
-        found += [lease.c.namespace == ref.namespace, lease.c.name == ref.name]
-        if owner.count("/") == 2:
-            found.append(lease.c.plural == ref.plural)
-    return found
+def _over(row: LeaseRow, moment: datetime) -> bool:
+    return row.until is not None and row.until <= moment
 
 
 def parse_time(text: str) -> datetime:
@@ -126,19 +103,17 @@ def parse_time(text: str) -> datetime:
     return at if at.tzinfo else at.replace(tzinfo=UTC)
 
 
-def _address(text: str) -> str:
-    import ipaddress
-
+def _checked(address: str) -> None:
     try:
-        return str(ipaddress.ip_address(text.partition("/")[0]))
-    except ValueError as error:
-        raise ConfigError(f"--address {text!r}: write it like 192.0.2.5 or 2001:db8::5") from error
+        addresses.parse(address)
+    except addresses.AddressError as error:
+        raise ConfigError(f"--address: {error}") from error
 
 
-def _owner(row: dict[str, Any]) -> str:
-    prefix = "services/" if row["plural"] == "services" else ""
-    released = f" ({row['release_reason']})" if row["release_reason"] else ""
-    return f"{prefix}{row['namespace']}/{row['name']}{released}"
+def _owner(row: LeaseRow) -> str:
+    prefix = "services/" if row.plural == "services" else ""
+    released = f" ({row.release_reason})" if row.release_reason else ""
+    return f"{prefix}{row.namespace}/{row.name}{released}"
 
 
 def _instant(at: datetime | None) -> str:
@@ -150,58 +125,41 @@ def _instant(at: datetime | None) -> str:
 
 def pool_show(name: str, as_json: bool) -> int:
     """Use, holders, waiting owners, and the addresses that were used before."""
-    pools = {pool["name"]: pool for pool in reading.run(looking.pools)}
-    if name not in pools:
-        return printing.fail(f"no pool {name!r} is known; there are {', '.join(pools) or 'none'}")
-    balancers = reading.run(looking.balancers)
-    waiting = [looking.label(one) for one in balancers if one.pool == name and not one.address]
-    holders, history = query(lambda conn: _holders(conn, name))
-    pool = pools[name]
+    found = query(lambda conn: queries.pool_usage(conn, name))
+    if found is None:
+        return printing.fail(f"no pool {name!r} is known; `lbledger pool list` lists them")
     if as_json:
-        printing.emit_json({**pool, "holders": holders, "waiting": waiting, "history": history})
+        printing.emit_json(found)
         return 0
-    ranges = ", ".join(pool["ranges"])
-    state = "ready" if pool.get("ready") else f"{pool.get('reason', '')}: {pool.get('message', '')}"
     printing.table(
         ["FIELD", "VALUE"],
         [
             ["pool", name],
-            ["ranges", ranges],
-            ["total", pool.get("total")],
-            ["free", pool.get("available")],
-            ["priority", pool["priority"]],
-            ["state", state],
+            ["state", "ready" if found.ready else found.problem],
+            ["total", found.total],
+            ["held", found.held],
+            ["waiting", len(found.waiting)],
         ],
     )
-    print(f"\nholders ({len(holders)})")
+    print(f"\nholders ({len(found.holders)})")
     printing.table(
-        ["ADDRESS", "OWNER"],
-        [[row["address"], _owner(row)] for row in holders[:HOLDERS_SHOWN]],
+        ["ADDRESS", "SINCE (UTC)", "OWNER"],
+        [[row.address, _instant(row.since), _owner(row)] for row in found.holders[:SHOWN]],
         indent="  ",
     )
-    if len(holders) > HOLDERS_SHOWN:
-        print(f"  and {len(holders) - HOLDERS_SHOWN} more (--json shows all)")
-    if waiting:
-        print("\nwaiting")
-        printing.table(["OWNER"], [[one] for one in waiting], indent="  ")
+    _more(len(found.holders))
+    if found.waiting:
+        print("\nwaiting, the next one first")
+        printing.table(["OWNER"], [[one] for one in found.waiting[:SHOWN]], indent="  ")
+        _more(len(found.waiting))
+    if found.remembered:
+        print("\nfree, and whose it was (the longest free first)")
+        shown = list(found.remembered.items())[:SHOWN]
+        printing.table(["ADDRESS", "OWNER"], [list(pair) for pair in shown], indent="  ")
+        _more(len(found.remembered))
     return 0
 
 
-async def _holders(
-    conn: AsyncConnection, name: str
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    lease, memo = ledger.lease, ledger.memo
-    held = sa.select(
-        sa.func.host(lease.c.address).label("address"),
-        lease.c.plural,
-        lease.c.namespace,
-        lease.c.name,
-        lease.c.release_reason,
-    ).where(lease.c.pool == name, sa.func.upper_inf(lease.c.during))
-    before = sa.select(
-        sa.func.host(memo.c.address).label("address"), memo.c.key, memo.c.released
-    ).where(memo.c.pool == name)
-    return (
-        [dict(r) for r in (await conn.execute(held.order_by(lease.c.address))).mappings()],
-        [dict(r) for r in (await conn.execute(before.order_by(memo.c.address))).mappings()],
-    )
+def _more(count: int) -> None:
+    if count > SHOWN:
+        print(f"  and {count - SHOWN} more (--json shows all)")

@@ -26,6 +26,8 @@ join lateral (
     from pg_attribute a left join pg_attrdef d on d.adrelid = c.oid and d.adnum = a.attnum
     where a.attrelid = c.oid and a.attnum > 0 and not a.attisdropped
   union all select 'comment ' || obj_description(c.oid)
+  union all select 'trigger ' || pg_get_triggerdef(g.oid) || ' ' || pg_get_functiondef(g.tgfoid)
+    from pg_trigger g where g.tgrelid = c.oid and not g.tgisinternal
 ) x on true
 where n.nspname = any($1) and c.relkind in ('r', 'p') order by 1, 2
 """

@@ -106,6 +106,29 @@ async def populate(space):
     return pool
 
 
+async def simulated(whole, space, pool):
+    """`pool simulate` with one address more."""
+    lines = await lbledger(whole.environment(), "pool", "show", pool, "--json")
+    total = lines.json["total"]
+    edited = {
+        "apiVersion": "loadbalancer.harvesterhci.io/v1beta1",
+        "kind": "IPPool",
+        "metadata": {"name": pool},
+        "spec": {
+            "ranges": [
+                {
+                    "subnet": f"{space.pooled(0)}/24",
+                    "rangeStart": space.pooled(10),
+                    "rangeEnd": space.pooled(10 + total),
+                }
+            ]
+        },
+    }
+    file = whole.stack.state / f"{pool}.yaml"
+    file.write_text(json.dumps(edited))
+    return await lbledger(whole.environment(), "pool", "simulate", "-f", str(file))
+
+
 async def test_every_looking_command_for_people_and_for_machines(whole, space):
     """Piped and on a terminal no line is wider than 80 columns, and nothing is coloured when piped;
     what they say is what is; --json is JSON that says the same."""
@@ -127,6 +150,7 @@ async def test_every_looking_command_for_people_and_for_machines(whole, space):
         f"lb explain svc/{ns}/checkout": ("ServiceSeen", "Provider"),
         "pool list": (pool, "198.18."),
         f"pool show {pool}": (space.pooled(10), f"{ns}/web", "waiting", f"{ns}/late"),
+        f"lb explain {ns}/late": ("waits", "PoolExhausted", "ahead of it"),
         "leases": (space.pooled(10), f"{ns}/web", f"services/{ns}/shop"),
         "leases --at 2020-01-01T00:00:00Z": ("no lease fits",),
         "nrp status": ("in step", "1 inbound"),
@@ -167,6 +191,11 @@ async def test_every_looking_command_for_people_and_for_machines(whole, space):
         assert not [word for word in words if word not in said], (line, words, piped[line])
     assert "NotHealthy" in shown[on_screen[0]].out
 
+    edited = await simulated(whole, space, pool)
+    assert (edited.code, edited.err) == (0, "")
+    assert f"{ns}/late" in edited.out
+    assert "would get an address" in edited.out
+
     parsed = {line: machine[f"{line} --json"] for line in for_machines}
     listed = {one["name"]: one for one in parsed["lb list"].json if one["namespace"] == ns}
     assert listed["web"]["address"] == space.pooled(10)
@@ -178,7 +207,9 @@ async def test_every_looking_command_for_people_and_for_machines(whole, space):
     assert (lease["address"], lease["name"]) == (space.pooled(10), "web")
     holders = parsed[f"pool show {pool}"].json["holders"]
     assert {holder["name"] for holder in holders} == {"web", "sick", "shop"}
-    chain = parsed[f"lb explain {ns}/web"].json
+    explained = parsed[f"lb explain {ns}/web"].json
+    assert [row["address"] for row in explained["standing"]["leases"]] == [space.pooled(10)]
+    chain = explained["chain"]
     kinds = [entry["event"]["type"].partition(".")[0] for entry in chain]
     assert kinds[0] == "LoadBalancerSeen"
     assert {"LeaseGranted", "BackendsResolved", "Applied"} <= set(kinds)
@@ -243,8 +274,8 @@ async def test_nothing_running_and_wrong_addresses(tmp_path):
         "LBLEDGER_NATS_URL": f"nats://me:hunter2@127.0.0.1:{port}",
         "LBLEDGER_DATABASE_URL": f"postgresql://me:hunter2@127.0.0.1:{port}/x",
     }
-    by_bus = ["lb list", "lb show a/b", "lb explain a/b", "pool list", "pool show p", "events"]
-    by_tables = ["leases", "nrp status", "migrate"]
+    by_bus = ["lb list", "lb show a/b", "lb explain a/b", "pool list", "events"]
+    by_tables = ["leases", "pool show p", "nrp status", "migrate"]
     settings = {
         "LBLEDGER_NATS_URL=foo": "must start with nats://",
         "LBLEDGER_DATABASE_URL=mysql://x": "must start with postgresql://",
