@@ -24,6 +24,7 @@ from services.kit.runtime import Runtime
 
 log = structlog.get_logger()
 FORGET_EVERY_S: Final = 60.0
+COLLECT: Final = (50_000, 20, 100)  # nearly all that is made is kept: look for garbage rarely
 FILTERS: Final = (
     "kube.loadbalancers.>",
     "kube.services.>",
@@ -102,6 +103,7 @@ class AllocatorProjection:
 
 
 async def run(rt: Runtime) -> None:
+    gc.set_threshold(*COLLECT)
     projection = AllocatorProjection(rules_of(rt.settings))
     projector = Projector(rt, projection)
     async with asyncio.TaskGroup() as group:

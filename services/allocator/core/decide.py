@@ -107,7 +107,7 @@ def conclude(state: State, *, was_ready: bool) -> list[events.Event]:
 
 def become_ready(state: State) -> None:
     """Every pool may matter to somebody who waited through the listing."""
-    state.altered.extend(state.pools)
+    state.altered.update(dict.fromkeys(state.pools, True))
     state.touched.update(dict.fromkeys(state.pools))
     state.release_asked.update((n, None) for n, p in state.pools.items() if manual.asked(p))
 

@@ -67,7 +67,7 @@ class Refusal(NamedTuple):
 Wait = tuple[object, ...]
 """What an owner waits for: ("pool", name, family) capacity, ("address", number) its release,
 ("quota", pool, ...) a place in a quota, ("name", pool) a change of that pool, ("need", Need) a
-pool that fits."""
+pool that is chosen, ("fit", Need) any pool that fits."""
 
 
 class Claim(NamedTuple):

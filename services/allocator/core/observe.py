@@ -126,11 +126,11 @@ def pool(state: State, obj: objects.IPPool, epoch: str) -> None:
     if not state.ready:
         _published(state, known, obj)
     if known.view != view:
-        asked, known.view = manual.asked(known), view
+        asked, before, known.view = manual.asked(known), known.view, view
         if manual.asked(known) not in ("", asked):
             state.release_asked[meta.name] = None
         state.changes.pools.add(meta.name)
-        _read(state, known)
+        _read(state, known, before)
 
 
 def _without_status(obj: objects.IPPool) -> objects.IPPool:
@@ -164,8 +164,9 @@ def _published(state: State, known: Pool, obj: objects.IPPool) -> None:
         adopt.recall_histories(state, (known,))
 
 
-def _read(state: State, known: Pool) -> None:
+def _read(state: State, known: Pool, before: objects.IPPool | None = None) -> None:
     """Read the ranges; with bad ones the pool keeps those it had, and grants nothing."""
+    served = (before and before.spec.selector, known.reason, set(known.spaces))
     try:
         plan, quotas = read_plan(known.view), read_quotas(known.view)
     except PoolError as error:
@@ -181,7 +182,8 @@ def _read(state: State, known: Pool) -> None:
             state.recount_quotas(known)
         state.forget_choices()
         state.touched[known.name] = None
-    state.altered.append(known.name)
+    serves = (known.view.spec.selector, known.reason, set(known.spaces))
+    state.alter(known.name, serves=before is None or served != serves)
 
 
 def standing(view: objects.IPPool) -> tuple[str, str]:
@@ -228,9 +230,8 @@ def namespace(state: State, obj: objects.Namespace, epoch: str) -> None:
 
 def _reconsider_waiting(state: State, namespace: str) -> None:
     """Those who wait may belong to another pool now; those who hold an address keep it."""
-    for owner in state.all_owners():
-        if owner.ticket and owner.request.namespace == namespace:
-            state.undecided[owner] = None
+    for owner in state.queues.of_namespace(namespace):
+        state.undecided[owner] = None
 
 
 def gone(state: State, fact: events.ObjectGone) -> None:
@@ -242,7 +243,7 @@ def gone(state: State, fact: events.ObjectGone) -> None:
         known = state.pools.get(fact.name)
         if known is not None and known.uid == fact.uid:
             state.remove_pool(known)
-            state.altered.append(fact.name)
+            state.alter(fact.name, serves=True)
     elif fact.plural == "namespaces":
         project = state.projects.get(fact.name)
         if project is not None and project[1] == fact.uid:
@@ -264,7 +265,7 @@ def sync_finished(state: State, plural: str, epoch: str, seq: int, *, absent: bo
         for known in list(state.pools.values()):
             if known.epoch != epoch:
                 state.remove_pool(known)
-                state.altered.append(known.name)
+                state.alter(known.name, serves=True)
     elif plural == "namespaces":
         for name, (_, _, seen) in list(state.projects.items()):
             if seen != epoch:

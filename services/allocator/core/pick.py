@@ -122,7 +122,9 @@ def _look_in(
     considered += [(m.refusal.pool, m.refusal.reason, m.refusal.message) for m in misses]
     waits = dict.fromkeys(wait for miss in misses for wait in miss.waits)
     refusal = misses[0].refusal._replace(considered=tuple(considered))
-    return Miss(refusal, (*waits, _change(request, choice)))
+    if not request.pool:
+        waits[_change(request, choice)] = None
+    return Miss(refusal, tuple(waits))
 
 
 def simple(request: Request) -> bool:
@@ -201,7 +203,7 @@ def _look_for_asked(state: State, owner: Owner, choice: Choice, address: int) ->
     """An address that was asked for by value: that one or none."""
     request = owner.request
     waits: list[Wait] = [("name", pool.name) for pool in choice.pools]
-    waits.append(_change(request, choice))
+    waits.append(("name", request.pool) if request.pool else ("fit", choice.need))
     considered: list[Considered] = list(choice.considered)
     reason = "RequestedAddressUnavailable"
     for pool in choice.pools:

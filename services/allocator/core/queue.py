@@ -27,6 +27,7 @@ class Queues:
     def __init__(self) -> None:
         self._queues: dict[Wait, _Queue] = {}
         self._entered = 0
+        self._by_namespace: dict[str, dict[Owner, None]] = {}
 
     def __len__(self) -> int:
         return len(self._queues)
@@ -43,6 +44,8 @@ class Queues:
         """Wait for these instead of what the owner waited for before."""
         before = owner.waits
         owner.note(waits=waits)
+        if bool(before) != bool(waits):
+            self._list(owner, waiting=bool(waits))
         for wait in before:
             if wait not in waits:
                 self._left(wait)
@@ -51,6 +54,19 @@ class Queues:
                 queue = self._queues.setdefault(wait, _Queue())
                 queue.live += 1
                 self.put_back(wait, owner)
+
+    def of_namespace(self, namespace: str) -> list[Owner]:
+        return list(self._by_namespace.get(namespace, ()))
+
+    def _list(self, owner: Owner, *, waiting: bool) -> None:
+        namespace = owner.namespace
+        owners = self._by_namespace.setdefault(namespace, {})
+        if waiting:
+            owners[owner] = None
+        else:
+            owners.pop(owner, None)
+            if not owners:
+                del self._by_namespace[namespace]
 
     def leave(self, owner: Owner) -> None:
         self.join(owner, ())

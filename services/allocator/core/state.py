@@ -60,7 +60,7 @@ class State(Holdings):
         self.undecided: dict[Owner, None] = {}  # to be placed
         self.moved: dict[Owner, None] = {}  # in a replay: who was granted an address
         self.showing: list[tuple[Owner, tuple[int, ...]]] = []  # statuses of those who move
-        self.altered: list[str] = []  # pools whose spec changed
+        self.altered: dict[str, bool] = {}  # pools that changed; whether in whom they serve
         self.release_asked: dict[str, None] = {}  # pools with a manual release to answer
         self.guests: dict[tuple[str, str], dict[Owner, None]] = {}  # by namespace and cluster
         self.guests_changed: dict[Owner, None] = {}
@@ -189,6 +189,9 @@ class State(Holdings):
         for namespace, (_, uid, _) in self.projects.items():
             yield ObjectRef("namespaces", "", namespace), uid
 
+    def alter(self, pool: str, *, serves: bool) -> None:
+        self.altered[pool] = serves or self.altered.get(pool, False)
+
     # --- choosing pools ---
 
     def choice(self, request: Request) -> Choice:
@@ -199,6 +202,18 @@ class State(Holdings):
 
     def forget_choices(self) -> None:
         self._choices.clear()
+
+    def tries(self, need: selection.Need, pool: Pool) -> bool:
+        """Whether somebody with this need would be given an address of this pool."""
+        ranked = selection.rank(self.pools.values(), need, self.rules.selection)
+        pools = [found for _, one in ranked if (found := self.pools[one.name]).usable]
+        if self.rules.overflow:
+            return pool in pools
+        wishes = [{family} for family in pool.spaces] + [set(pool.spaces)]
+        return any(
+            next((one for one in pools if wish <= one.spaces.keys()), None) is pool
+            for wish in wishes
+        )
 
     def _choose(self, request: Request) -> Choice:
         need, rules = self.need(request), self.rules.selection

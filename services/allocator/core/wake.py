@@ -20,9 +20,9 @@ from services.allocator.core.state import State
 def wake(state: State) -> None:
     """Serve whom the changes since the last call may help; serving may help others in turn."""
     while state.altered or state.freed or state.freed_quotas:
-        altered, state.altered = state.altered, []
-        for name in dict.fromkeys(altered):
-            _wake_for_pool(state, name)
+        altered, state.altered = state.altered, {}
+        for name, serves in altered.items():
+            _wake_for_pool(state, name, serves=serves)
         freed, state.freed = state.freed, []
         for name, address in freed:
             _wake_for_address(state, name, address)
@@ -76,23 +76,38 @@ def _grantable(state: State, pool: Pool, family: int) -> Callable[[], bool]:
     return partial(state.grantable, pool, family)
 
 
-def _wake_for_pool(state: State, name: str) -> None:
-    """The pool is new, has changed, or is gone: whoever named it learns what holds now."""
+def _wake_for_pool(state: State, name: str, *, serves: bool) -> None:
+    """The pool is new, has changed, or is gone. Where that touches whom it serves (`serves`), all
+    who named it or wait for it learn what holds now; else those who may get an address."""
     pool = state.pools.get(name)
-    waits: list[Wait] = [("pool", name, 4), ("pool", name, 6)]
+    capacity: list[Wait] = [("pool", name, 4), ("pool", name, 6)]
     quotas = [wait for wait in state.queues.kind("quota") if wait[1] == name]
     _all(state, [("name", name), *quotas])
+    if serves:
+        _all(state, capacity)
     if pool is None or not pool.usable:
-        _all(state, waits)
         return
+    for wait in state.queues.kind("fit"):
+        if _fits(state, pool, wait):
+            _all(state, [wait])
+    waits = list(capacity)
     for wait in state.queues.kind("need"):
-        need = wait[1]
-        assert isinstance(need, selection.Need)
-        if selection.fit(pool.view, need, state.rules.selection) is not None:
+        if _fits(state, pool, wait):
             _all_unmatched(state, wait)
-            waits.append(wait)
+            if state.tries(_need(wait), pool):
+                waits.append(wait)
     for family in pool.spaces:
         _serve(state, waits, _grantable(state, pool, family))
+
+
+def _need(wait: Wait) -> selection.Need:
+    need = wait[1]
+    assert isinstance(need, selection.Need)
+    return need
+
+
+def _fits(state: State, pool: Pool, wait: Wait) -> bool:
+    return selection.fit(pool.view, _need(wait), state.rules.selection) is not None
 
 
 def _serve(state: State, waits: list[Wait], more: Callable[[], bool]) -> None:
