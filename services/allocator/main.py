@@ -92,7 +92,7 @@ class AllocatorProjection:
         await store.save(conn, self.state)
 
     def restate(self, work: Work) -> None:
-        for event in restated(self.state):
+        for event in (*restated(self.state), *account(self.state)):
             work.emit(event)
 
     def known(self) -> Iterable[tuple[ObjectRef, str]]:
@@ -106,14 +106,21 @@ async def run(rt: Runtime) -> None:
     gc.set_threshold(*COLLECT)
     projection = AllocatorProjection(rules_of(rt.settings))
     projector = Projector(rt, projection)
-    async with asyncio.TaskGroup() as group:
-        tasks = [
-            group.create_task(_tick(projection, projector)),
-            group.create_task(_forget(rt, projector)),
-        ]
-        await projector.run()
-        for task in tasks:
+    timers = [
+        asyncio.create_task(_tick(projection, projector)),
+        asyncio.create_task(_forget(rt, projector)),
+    ]
+    running = asyncio.create_task(projector.run())
+    try:
+        # A timer only ends by an error of its own, which ends the service.
+        await asyncio.wait([running, *timers], return_when=asyncio.FIRST_COMPLETED)
+        for task in (running, *timers):
+            if task.done():
+                task.result()
+    finally:
+        for task in (running, *timers):
             task.cancel()
+        await asyncio.gather(running, *timers, return_exceptions=True)
 
 
 async def _tick(projection: AllocatorProjection, projector: Projector) -> None:

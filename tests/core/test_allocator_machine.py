@@ -161,6 +161,11 @@ class Allocation(RuleBasedStateMachine):
         self.world.namespace("default", project)
 
     @rule()
+    def namespace_gone(self) -> None:
+        if ("namespaces", "", "default") in self.world.objects:
+            self.world.gone("namespaces", "default")
+
+    @rule()
     def synced(self) -> None:
         self.world.sync()
 

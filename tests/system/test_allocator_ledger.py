@@ -2,10 +2,13 @@
 
 import asyncio
 
+import nats
 import pytest
 
+from services.kit.bus import BusError
 from tests.core.allocating import kinds, shown
 from tests.system.allocator_rig import Replica, cluster_of, spawn
+from tests.waiting import eventually
 
 
 @pytest.fixture
@@ -180,3 +183,36 @@ async def test_a_lease_written_by_hand_is_found_out(cluster, nats_url, database_
         assert {f"default/{name}" for name in "abcd"} == set(await cluster.held())
         row = "select release_reason from allocator.lease where id = 'x:0:0'"
         assert "reclaimed" == await cluster.database.fetchval(row)
+
+
+async def test_a_lost_decision_log_is_stated_anew(cluster, nats_url, database_url):
+    """[report-39] The LB stream is gone with everything in it: leases, refusals and accounts are
+    said once more from the ledger, and nobody's address changes."""
+    async with Replica(nats_url, database_url):
+        cluster.sync()
+        cluster.pool("p1", "192.0.2.0/29 192.0.2.2-192.0.2.3")
+        for name in ("a", "b", "c"):
+            cluster.lb(name)
+        await cluster.caught_up()
+        held = await cluster.holds(2)
+    client = await nats.connect(nats_url)
+    try:
+        await client.jetstream().delete_stream("LB")
+    finally:
+        await client.close()
+    async with Replica(nats_url, database_url):
+
+        async def stated() -> bool:
+            try:
+                said = kinds(await cluster.decided())
+            except BusError:
+                return False  # the stream is not there again yet
+            return {"LeaseAdopted", "LeaseRefused", "PoolAccounted"} <= set(said)
+
+        await eventually(stated, 30)
+        await cluster.caught_up()
+        decided = await cluster.decided()
+        assert held == await cluster.held()
+    adopted = {e.owner.name: e.address for e in decided if type(e).__name__ == "LeaseAdopted"}
+    assert adopted == {"a": "192.0.2.2", "b": "192.0.2.3"}
+    assert {"c"} == {e.owner.name for e in decided if type(e).__name__ == "LeaseRefused"}

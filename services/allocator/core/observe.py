@@ -220,16 +220,16 @@ def namespace(state: State, obj: objects.Namespace, epoch: str) -> None:
         return
     state.projects[meta.name] = (project, meta.uid, epoch)
     state.changes.projects.add(meta.name)
-    if before is None or before[0] != project:
-        state.forget_choices()
-        for known in state.pools.values():
-            if known.quotas:
-                state.recount_quotas(known)
-        _reconsider_waiting(state, meta.name)
+    if project != (before[0] if before is not None else ""):
+        _project_changed(state, meta.name)
 
 
-def _reconsider_waiting(state: State, namespace: str) -> None:
+def _project_changed(state: State, namespace: str) -> None:
     """Those who wait may belong to another pool now; those who hold an address keep it."""
+    state.forget_choices()
+    for known in state.pools.values():
+        if known.quotas:
+            state.recount_quotas(known)
     for owner in state.queues.of_namespace(namespace):
         state.undecided[owner] = None
 
@@ -273,6 +273,7 @@ def sync_finished(state: State, plural: str, epoch: str, seq: int, *, absent: bo
 
 
 def _forget_namespace(state: State, name: str) -> None:
-    del state.projects[name]
+    project = state.projects.pop(name)[0]
     state.changes.projects.add(name)
-    state.forget_choices()
+    if project:
+        _project_changed(state, name)
