@@ -1,7 +1,8 @@
 """`make demo`: the main job from end to end, on `examples/`, in well under a minute.
 
-Real kubectl applies the examples, real listeners answer the health checks, and then three things
-happen: a backend stops, a load balancer is deleted, and the one that waited gets the freed address.
+Real kubectl applies the examples, real listeners answer the health checks, and then four things
+happen: a backend stops, a load balancer is deleted, the one that waited gets the freed address, and
+the provider throttles for some seconds while a pod is added.
 Exit 0 when every object has settled as expected, 1 with the reason otherwise.
 """
 
@@ -31,6 +32,12 @@ SETTLE_S: Final = 30.0
 # 10.1.0.11 and .12 of examples/cluster, dialled as the sandbox's dial_map says.
 BACKENDS: Final = {"web-1": "127.1.0.11", "web-2": "127.1.0.12"}
 PORT: Final = 8080
+# A pod of the service checkout that is added while the provider throttles.
+NEW_POD: Final = "10.244.2.10"
+CHECKOUT: Final = "default/checkout"
+CHECKOUT_SLICE: Final = "checkout-x7k2p"
+THROTTLED_S: Final = 3.0
+RETRY_AFTER_S: Final = 2.0
 
 
 class Unsettled(Exception):
@@ -120,6 +127,71 @@ async def play(stack: Stack, cluster: Cluster, listeners: dict[str, asyncio.Serv
     await cluster.lb("waiting", "gets the freed address", lambda s: s["address"] == "198.51.100.7")
     say("waiting has 198.51.100.7 now; how it came to that:\n")
     say((await stack.cli("lb", "explain", "default/waiting")).rstrip())
+
+
+async def throttle(stack: Stack, http: aiohttp.ClientSession) -> None:
+    """The provider refuses updates for some seconds: we wait as it says, then it has them."""
+    url = stack.provider["url"]
+    fault = {
+        "kind": "error",
+        "op": "update_*",
+        "status": 429,
+        "retry_after": RETRY_AFTER_S,
+        "for_seconds": THROTTLED_S,
+    }
+    say("\nthe provider throttles (429), and a pod of the service checkout is added:")
+    await _ask(http.put(f"{url}/sandbox/faults", json={"faults": [fault]}))
+    pod = {
+        "addresses": [NEW_POD],
+        "conditions": {"ready": True},
+        "nodeName": "node-2",
+        "targetRef": {"kind": "Pod", "namespace": "default", "name": "checkout-4"},
+    }
+    patch = msgspec.json.encode([{"op": "add", "path": "/endpoints/-", "value": pod}]).decode()
+    say(f"$ kubectl patch endpointslice {CHECKOUT_SLICE} --type=json -p '{patch}'")
+    await stack.kubectl("patch", "endpointslice", CHECKOUT_SLICE, "--type=json", "-p", patch)
+    began = time.monotonic()
+    behind = await _status(
+        stack,
+        "is seen to be behind with the new pod",
+        lambda s: any(f"{CHECKOUT}: Throttled" == entry for entry in s["not_in_step"]),
+    )
+    say("\n$ lbledger nrp status")
+    until = behind["gate_until"]
+    say(f"not in step: {', '.join(behind['not_in_step'])}; asked to wait until {until or 'now'}")
+    await _status(stack, "is in step again", lambda s: bool(s["in_step"]))
+    state = await _ask(http.get(f"{url}/sandbox/state"))
+    if NEW_POD not in msgspec.json.encode(state["gateways"]).decode():
+        raise Unsettled(f"the provider lacks {NEW_POD}, although it is said to be in step")
+    faults = await _ask(http.get(f"{url}/sandbox/faults"))
+    refused = faults["faults"][0]["used"]
+    await _ask(http.delete(f"{url}/sandbox/faults"))
+    if not refused:
+        raise Unsettled("the provider throttled no request, though it was to")
+    took = time.monotonic() - began
+    say(f"in step again {took:.1f} s after, with {NEW_POD} there; {refused} requests were refused")
+
+
+async def _ask(request: Any) -> dict[str, Any]:
+    async with request as reply:
+        body = await reply.read()
+        if reply.status != 200:
+            raise Unsettled(f"the provider's sandbox said {reply.status}: {body[:300]!r}")
+        return dict(msgspec.json.decode(body))
+
+
+async def _status(
+    stack: Stack, what: str, test: Callable[[dict[str, Any]], bool]
+) -> dict[str, Any]:
+    """Ask `lbledger nrp status` until it fits."""
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        text = await stack.cli("nrp", "status", "--json", check=False)
+        found: dict[str, Any] = msgspec.json.decode(text or "{}")
+        if found and test(found):
+            return found
+        if time.monotonic() > deadline:
+            raise Unsettled(f"the provider {what}: was not within {SETTLE_S:.0f} s; {text[:600]}")
 
 
 def _has_ingress(network: str, found: dict[str, Any]) -> bool:
@@ -216,6 +288,7 @@ async def main() -> int:
         timeout = aiohttp.ClientTimeout(total=10)
         async with aiohttp.ClientSession(timeout=timeout) as http, backends() as listeners:
             await play(stack, Cluster(stack.kube_url, http), listeners)
+            await throttle(stack, http)
             await report(stack, http)
     except (Unsettled, ServerError, aiohttp.ClientError) as error:
         print(f"\nmake demo: {error}", file=sys.stderr)

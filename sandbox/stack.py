@@ -198,13 +198,14 @@ class Stack:
         command = [kubectl_program(), "--kubeconfig", self.kubeconfig, *argv]
         return await _output(command, {**os.environ}, check)
 
-    async def cli(self, *argv: str) -> str:
-        """Run one `lbledger` command inside this stack."""
-        return await self._run_cli(*argv)
+    async def cli(self, *argv: str, check: bool = True) -> str:
+        """Run one `lbledger` command inside this stack. Without `check` it may exit as it will:
+        some say by it what they found."""
+        return await self._run_cli(*argv, check=check)
 
-    async def _run_cli(self, *argv: str) -> str:
+    async def _run_cli(self, *argv: str, check: bool = True) -> str:
         command = [sys.executable, "-m", "services.cli", *argv]
-        return await _output(command, self._environment(argv[0]), True)
+        return await _output(command, self._environment(argv[0]), check)
 
     def _environment(self, name: str) -> dict[str, str]:
         env = {**os.environ, **self.env, **self._per_service.get(name, {})}
