@@ -14,6 +14,9 @@ import msgspec
 
 from schema import events
 
+# Reasons of the provider's images that a person has to act on.
+WRONG: Final = ("Rejected", "QuotaExceeded", "Parked", "Quarantined", "InvalidIdleTimeout")
+WRONG_PREFIXES: Final = ("Unsupported", "ServiceGateway")
 TELL_LIMIT: Final = 20  # things to tell about one object, at most
 EARLY_LIMIT: Final = 64  # verdicts kept for an image that they overtook
 
@@ -62,6 +65,11 @@ class Provider(msgspec.Struct, frozen=True, omit_defaults=True):
     backends: int = 0
     reason: str = ""
     message: str = ""
+
+    @property
+    def wrong(self) -> bool:
+        """Whether somebody has to change something: the wish, or what the provider allows."""
+        return self.reason in WRONG or self.reason.startswith(WRONG_PREFIXES)
 
 
 class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -218,11 +226,7 @@ def fold(doc: OwnerDoc, event: events.Decision) -> bool:
                 event.reason,
                 event.message,
             )
-            changed = provider != doc.provider
-            doc.provider = provider
-            if changed and doc.plural == "pods" and event.reason.startswith("ServiceGateway"):
-                _told(doc, Said(event.reason, event.message))
-            return changed
+            return _provided(doc, provider)
     return False
 
 
@@ -237,6 +241,21 @@ def _granted(doc: OwnerDoc, event: events.LeaseGranted | events.LeaseAdopted) ->
     ] + [lease]
     doc.refusal, doc.delegated = None, ""
     return changed
+
+
+def _provided(doc: OwnerDoc, provider: Provider) -> bool:
+    """What the provider holds, and what is wrong with the wish for it. A Service that keeps what it
+    had stays Ready, so its condition would not tell."""
+    before, doc.provider = doc.provider, provider
+    told_by_condition = doc.plural == "services" and not provider.addresses
+    if provider != before and provider.wrong and not told_by_condition:
+        _told(doc, Said(event_reason(provider.reason), provider.message))
+    return provider != before
+
+
+def event_reason(reason: str) -> str:
+    """How a Kubernetes Event calls what a condition calls `reason`."""
+    return "ServiceGatewayConfigurationRejected" if reason == "Rejected" else reason
 
 
 def _resolved(doc: OwnerDoc, event: events.BackendsResolved) -> bool:

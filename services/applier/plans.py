@@ -18,7 +18,7 @@ from schema import events, objects
 from services.applier import conditions, shapes
 from services.applier.conditions import Part, Problem
 from services.applier.core import State
-from services.applier.documents import Mark, OwnerDoc, PoolDoc, Said
+from services.applier.documents import Mark, OwnerDoc, PoolDoc, Said, event_reason
 from services.applier.shapes import Body
 from services.applier.targets import Key, Target, repair_delay
 
@@ -234,7 +234,8 @@ def status_write(
 def _notice(known: Any, ready: Mark) -> Notice:
     kind = type(known).__name__
     warning = ready.status == "False" and not ready.reason.startswith("Waiting")
-    said = Said(ready.reason, ready.message or f"the {kind} is ready", warning=warning)
+    text = ready.message or f"the {kind} is ready"
+    said = Said(event_reason(ready.reason), text, warning=warning)
     return notice_of(known, said, ready.since, ready.updated)
 
 

@@ -241,6 +241,86 @@ def test_egress_pod_is_held_by_a_finalizer_until_its_addresses_have_left():
     assert world.api.view(owner.ref).metadata.finalizers == ["example.org/hold"]
 
 
+WRONG = {
+    "Rejected": "ServiceGatewayConfigurationRejected",
+    "QuotaExceeded": "QuotaExceeded",
+    "Parked": "Parked",
+    "Quarantined": "Quarantined",
+} | {
+    reason: reason
+    for reason in (
+        "UnsupportedInternalLoadBalancer",
+        "UnsupportedSessionAffinity",
+        "UnsupportedLoadBalancerIP",
+        "UnsupportedDualStack",
+        "UnsupportedNamedTargetPort",
+        "UnsupportedProtocol",
+        "UnsupportedPort",
+        "UnsupportedBackendPortCollision",
+        "InvalidIdleTimeout",
+    )
+}
+
+
+def warnings(world):
+    """Events of the kind Warning, in whatever way they were told: (object's kind, reason, text)."""
+    notices = world.told + [w.notice for w in world.api.writes if w.notice is not None]
+    return [(n.kind, n.reason, n.message) for n in notices if n.warning]
+
+
+@pytest.mark.parametrize("served", [False, True], ids=["new", "served"])
+@pytest.mark.parametrize(("reason", "told"), WRONG.items(), ids=WRONG)
+def test_wish_that_the_provider_cannot_meet_is_one_warning(reason, told, served):
+    """A Service that keeps what it had stays Ready, and hears of it all the same; said again it is
+    no second Event."""
+    world = World()
+    owner = world.ticket(class_=names.NRP_CLASS)
+    had = {"addresses": ["20.0.0.4"]} if served else {}
+    if served:
+        provider(world, owner, in_step=True, reason="Registered", **had)
+        world.wait(5)
+    for _ in range(2):
+        provider(world, owner, reason=reason, message="spec.x is wrong", **had)
+        world.wait(60)
+    assert warnings(world) == [("Service", told, "spec.x is wrong")]
+    assert world.condition(owner, "lbledger.io/Ready").status == ("True" if served else "False")
+    assert world.condition(owner, "lbledger.io/ProviderSynced").reason == reason
+
+
+@pytest.mark.parametrize("reason", ["Pending", "Throttled", "Retrying", "WaitingForNode"])
+def test_what_the_provider_will_catch_up_with_is_no_warning(reason):
+    """Of a served Service: it passes by itself."""
+    world = World()
+    owner = world.ticket(class_=names.NRP_CLASS)
+    had = {"addresses": ["20.0.0.4"]}
+    provider(world, owner, in_step=True, reason="Registered", **had)
+    world.wait(5)
+    provider(world, owner, reason=reason, message="429", **had)
+    world.wait(60)
+    assert warnings(world) == []
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "ServiceGatewayInvalidPodIP",
+        "ServiceGatewayInvalidEgressLabel",
+        "ServiceGatewayReservedEgressLabel",
+        "ServiceGatewayFinalizerAddFailed",
+        "ServiceGatewayNoNodeLocation",
+    ],
+)
+def test_what_is_wrong_with_an_egress_pod_is_one_warning(reason):
+    """It has no condition of ours, only the Event tells."""
+    world = World()
+    world.state.synced.add("pods")
+    owner = world.create("pods", "p1", {})
+    for _ in range(2):
+        provider(world, owner, finalizer=False, reason=reason, message="why")
+        world.wait(5)
+    assert warnings(world) == [("Pod", reason, "why")]
+
+
 # --- pools ---
 
 
