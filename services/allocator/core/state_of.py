@@ -38,9 +38,8 @@ def restated(state: State) -> list[events.Event]:
 
 def _complete(state: State) -> list[events.Event]:
     """Which leases stand on which stretch of addresses: what is not listed there is over."""
-    standing = sorted(
-        (lease.address, lease.id) for owner in state.all_owners() for lease in owner.leases
-    )
+    owners = [*state.all_owners(), *state.departed.values()]  # those still hold what they held
+    standing = sorted((lease.address, lease.id) for owner in owners for lease in owner.leases)
     out: list[events.Event] = []
     first, start = "", 0
     while True:
