@@ -60,6 +60,7 @@ def finish(state: State, number: int, outcome: Outcome, now: float) -> None:
         if outcome.failure.kind == "throttled":
             wait = outcome.failure.retry_after or state.policy.retrying.first
             state.gate_until = max(state.gate_until, now + wait)
+            state.dirty_view = True  # a restart must not shorten it
         _failed(state, flight, lane, outcome.failure, now)
     for (owner, operation, cause), part in zip(told, flight.request.parts or (None,), strict=False):
         state.say(_event(state, flight, outcome, owner, operation, part, now), cause)

@@ -144,6 +144,7 @@ class Rows:
         self.releases: dict[str, Any] = {}
         self.told: dict[Any, Any] = {}
         self.read_at = 0.0
+        self.gate_until = 0.0
         self.last_number = 0
 
 
@@ -243,6 +244,8 @@ class World:
         rows.releases = copy.deepcopy(state.releases)
         rows.told = dict(state.told)
         rows.read_at, rows.last_number = state.read_at, state.last_number
+        if state.outgoing or state.dirty_view:
+            rows.gate_until, state.dirty_view = state.gate_until, False
         for request in state.outgoing:
             self._check_request(request)
             self.flying.append(request)
@@ -362,6 +365,7 @@ class World:
         for source in old.provided.desired.slices.values():
             self._restore_slice(source)
         state.read_at, state.last_number = rows.read_at, rows.last_number
+        state.gate_until = rows.gate_until
         state.operations = {key: copy.deepcopy(op) for key, op in rows.operations.items()}
         for op in state.operations.values():
             op.flight = 0

@@ -97,6 +97,23 @@ def test_wait_is_a_floor_that_changes_do_not_shorten(row):
         w.see(slice_of("web-a", "web", [f"10.1.{attempt}.1"]))
 
 
+@rows("retry-after-crash")
+def test_wait_that_the_provider_asked_for_outlives_a_restart(row):
+    """A process that starts anew during a Retry-After keeps to it."""
+    w = ready()
+    w.see(slice_of("web-a", "web", ["10.0.0.1"]))
+    w.tick(POLICY.latency)
+    (request,) = w.flying
+    w.answer(request, port.Throttled(request.verb, "slow down", retry_after=30.0))
+    w.restart()
+    sent = len(w.history)
+    w.tick(29.0)
+    assert w.history[sent:] == []
+    w.tick(1.5)
+    w.run()
+    w.check_equal()
+
+
 @rows("L04", "L05", "9.6", "Z-quarantine")
 @pytest.mark.parametrize("cap", [500, 3])
 def test_refused_entry_is_found_and_put_aside(row, cap):
