@@ -27,7 +27,7 @@ begin
     execute format('alter default privileges for role lbledger_owner in schema %I '
       'grant select, insert, update, delete on tables to %I', service, 'lbledger_' || service);
     execute format('alter default privileges for role lbledger_owner in schema %I '
-      'grant usage, select on sequences to %I', service, 'lbledger_' || service);
+      'grant usage, select, update on sequences to %I', service, 'lbledger_' || service);
     execute format('alter default privileges for role lbledger_owner in schema %I '
       'grant select on tables to lbledger_reader', service);
   end loop;

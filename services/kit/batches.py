@@ -81,6 +81,7 @@ class Batch:
 
     arrivals: list[Arrival] = field(default_factory=list)
     local: list[object] = field(default_factory=list)
+    snapshot: bool = False  # of the compacted log: the position stays where it is
 
     def __len__(self) -> int:
         return len(self.arrivals) + len(self.local)
@@ -113,6 +114,10 @@ class Committer:
         async with self._engine.begin() as conn:
             first = [{"stream": name, "epoch": "", "seq": 0, "version": 0} for name in names]
             await conn.execute(pg.insert(table).on_conflict_do_nothing(), first)
+            # Ids are reserved by those who hold this row.
+            fence = sa.select(table.c.version).where(table.c.stream == FENCE_ROW)
+            await conn.execute(fence.with_for_update())
+            await self.outbox.raise_ids(conn)
         async with self._engine.connect() as conn:
             await conn.execution_options(isolation_level="REPEATABLE READ")
             async with conn.begin():
@@ -140,7 +145,7 @@ class Committer:
             return
         await self.load()
         while batch.arrivals:
-            await self._isolate(Batch(arrivals=batch.arrivals[:1]))
+            await self._isolate(Batch(arrivals=batch.arrivals[:1], snapshot=batch.snapshot))
             del batch.arrivals[0]
         while batch.local:
             await self._isolate(Batch(local=batch.local[:1]))
@@ -174,6 +179,10 @@ class Committer:
                 epoch = next_epoch(epoch, record)
             reached[stream] = (epoch, message.seq)
             counts[stream] += 1
+        if batch.snapshot:
+            passed = {stream: self.offsets[stream].seq for stream in reached}
+            dead = [letter for letter in dead if letter[0].seq > passed[letter[0].stream]]
+            reached = {stream: (reached[stream][0], seq) for stream, seq in passed.items()}
         offsets = self.offsets | {
             stream: replace(self.offsets[stream], epoch=epoch, seq=seq)
             for stream, (epoch, seq) in reached.items()

@@ -91,6 +91,7 @@ class ProjectorSettings(Section, frozen=True, kw_only=True):
     beat_s: float = 1.0  # how often the active replica proves that it still holds the fence
     effects_deadline_s: float = 3.0  # without a proof for this long, no effects outside
     takeover_poll_s: float = 0.5
+    silence_s: float = 30.0  # an active replica that is frozen for this long is replaced
 
 
 class WatcherSettings(Section, frozen=True, kw_only=True):
@@ -369,3 +370,5 @@ def _check(settings: Settings) -> None:
         raise ConfigError("database.url: must start with postgresql://")
     if settings.projector.effects_deadline_s <= settings.projector.beat_s:
         raise ConfigError("projector.effects_deadline_s must be greater than projector.beat_s")
+    if settings.projector.silence_s <= settings.projector.effects_deadline_s:
+        raise ConfigError("projector.silence_s must be greater than projector.effects_deadline_s")

@@ -31,7 +31,14 @@ def setup(settings: LogSettings, service: str) -> None:
     ]
     console = settings.format == "console" or (settings.format == "auto" and sys.stderr.isatty())
     if console:
-        processors = [*shared, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        processors = [
+            *shared,
+            structlog.dev.ConsoleRenderer(
+                colors=sys.stderr.isatty(),
+                # The default shows the local variables of every frame, secrets among them.
+                exception_formatter=structlog.dev.plain_traceback,
+            ),
+        ]
         factory: Any = structlog.WriteLoggerFactory(file=sys.stderr)
     else:
         processors = [

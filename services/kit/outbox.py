@@ -2,8 +2,11 @@
 
 The relay publishes in commit order and deletes a row after its ack. What a replica finds at its
 start may already have been sent by the one before it: the last message of the subject says so in
-its `Lb-Outbox` header (database instance and row id), however long ago that was. Rows that someone
-else committed are found by a slow poll, so an id that becomes visible late is not passed over.
+its `Lb-Outbox` header (database instance and row id), however long ago that was. So ids must never
+be given twice, also not by a database that was restored from a backup: they follow the clock. What
+is left over beyond the bound stays in the table until its turn, and so does what comes after it.
+Rows that someone else committed are found by a slow poll, so an id that becomes visible late is not
+passed over. Nothing is sent while the replica may have lost its place to another.
 """
 
 from __future__ import annotations
@@ -11,9 +14,9 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import sqlalchemy as sa
@@ -64,6 +67,11 @@ class Outbox:
         self._held: set[int] = set()  # ids in memory: waiting, in flight, or acked and not deleted
         self._acked: list[int] = []
         self._ids = range(0)
+        self._behind = False  # the table holds more than was taken into memory, from _last on
+        self._passed = False  # something was committed meanwhile, and left in the table
+        self._unchecked = False  # some of what waits may have been sent by somebody else
+        self._last = 0
+        self._loads = 0
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
 
@@ -74,7 +82,25 @@ class Outbox:
         self._held.clear()
         self._acked.clear()
         self._ids = range(0)  # somebody else may have taken later ones meanwhile
-        await self._take_left(conn)
+        self._loads += 1
+        self._behind, self._last = True, 0
+        await self._take_more(conn)
+        self._unchecked = bool(self._waiting)
+
+    async def raise_ids(self, conn: AsyncConnection) -> None:
+        """Let the next id be above all that this database gave, also before it was restored.
+
+        The caller holds the lock under which ids are reserved. The clock outruns the ids: nobody
+        decides a million times a second.
+        """
+        await conn.execute(
+            sa.text(
+                "select setval(name, greatest(nextval(name), now)) from (select"
+                " pg_get_serial_sequence(:box, 'id')::regclass name,"
+                " (extract(epoch from clock_timestamp()) * 1000000)::bigint now) it"
+            ),
+            {"box": self._tables.outbox.fullname},
+        )
 
     async def insert(self, conn: AsyncConnection, emitted: Sequence[Emitted]) -> list[Row]:
         """Store decisions in the caller's transaction; push() the result after its commit.
@@ -116,6 +142,10 @@ class Outbox:
                 self._ids = block
 
     def push(self, rows: list[Row]) -> None:
+        if self._behind and rows:
+            self._passed = True  # its turn comes after that of the rows before it
+            self._idle.clear()
+            return
         self._waiting.extend(rows)
         self._held.update([row.id for row in rows])
         if rows:
@@ -147,7 +177,7 @@ class Outbox:
         """Wait until the backlog is below its bound."""
         try:
             async with asyncio.timeout(timeout):
-                while len(self._waiting) >= BACKLOG_LIMIT:
+                while self._behind or len(self._waiting) >= BACKLOG_LIMIT:
                     await asyncio.sleep(0.05)
         except TimeoutError:
             return False
@@ -157,20 +187,24 @@ class Outbox:
         """Wait until everything committed was acknowledged and deleted."""
         try:
             async with asyncio.timeout(timeout):
-                while self._waiting or self._held:
+                while self._waiting or self._held or self._behind:
                     await self._idle.wait()
                     self._idle.clear()
         except TimeoutError:
             return False
         return True
 
-    async def run(self, bus: Bus) -> None:
+    async def run(self, bus: Bus, allowed: Callable[[], bool]) -> None:
         """Relay until cancelled; a BusError ends it (the projector makes the stream again)."""
         publisher = bus.publisher(STREAM, deadline=PUBLISH_DEADLINE_S)
         try:
-            await self._skip_sent(bus)
             while True:
-                if self._waiting:
+                if self._unchecked:
+                    self._unchecked = False
+                    await self._skip_sent(bus)
+                elif not allowed():
+                    await asyncio.sleep(0.05)
+                elif self._waiting:
                     await self._send(publisher)
                 else:
                     await self._rest()
@@ -178,7 +212,7 @@ class Outbox:
             await publisher.close()
 
     async def _send(self, publisher: Publisher) -> None:
-        chunk = list(islice(self._waiting, CHUNK))
+        loads, chunk = self._loads, list(islice(self._waiting, CHUNK))
         own = f"{self._instance}:"
         messages = [
             Outgoing(
@@ -191,10 +225,12 @@ class Outbox:
         ]
         if not await self._send_together(publisher, messages):
             await self._send_singly(publisher, messages)
+        _published.inc(len(chunk))
+        if loads != self._loads:
+            return  # memory is another one; a look at the stream will tell that these are there
         for row in chunk:
             self._waiting.popleft()
             self._acked.append(row.id)
-        _published.inc(len(chunk))
         _pending.set(len(self._waiting))
 
     async def _send_together(self, publisher: Publisher, messages: list[Outgoing]) -> bool:
@@ -222,35 +258,55 @@ class Outbox:
                 raise result
 
     async def _rest(self) -> None:
-        """Nothing to send: delete what was acked, look for rows of others, wait for a push."""
-        self._wake.clear()
-        try:
-            async with asyncio.timeout(0.05 if self._acked else 1.0):
-                await self._wake.wait()
-                return
-        except TimeoutError:
-            pass
+        """Nothing to send: delete what was acked, look for other rows, wait for a push."""
+        if not self._behind:
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(0.05 if self._acked else 1.0):
+                    await self._wake.wait()
+                    return
+            except TimeoutError:
+                pass
         done = self.take_acked()
         try:
             async with asyncio.timeout(10), self._engine.begin() as conn:
                 await self.delete(conn, done)
-                if not done:
-                    await self._take_left(conn)
+                if self._behind:
+                    await self._take_more(conn)
+                elif not done:
+                    await self._take_late(conn)
         except (sa.exc.SQLAlchemyError, OSError, TimeoutError) as error:
             self.keep(done)
             log.warning("outbox.tidy_failed", why=type(error).__name__)
+            await asyncio.sleep(0.5)
             return
         self.forget(done)
-        if not self._held:
+        if not self._held and not self._behind:
             self._idle.set()
 
-    async def _take_left(self, conn: AsyncConnection) -> None:
+    async def _take_more(self, conn: AsyncConnection) -> None:
+        """The next rows in the order of their ids, up to the bound."""
+        self._passed = False
         box = self._tables.outbox
-        query = sa.select(box).order_by(box.c.id).limit(BACKLOG_LIMIT)
+        rows = await self._read(conn, sa.select(box).where(box.c.id > self._last))
+        more = len(rows) == BACKLOG_LIMIT or self._passed
+        self._behind = False
+        self.push([row for row in rows if row.id not in self._held])
+        self._behind, self._unchecked = more, True
+        self._last = rows[-1].id if rows else self._last
+
+    async def _take_late(self, conn: AsyncConnection) -> None:
+        """Rows that became visible after later ones were taken."""
+        box = self._tables.outbox
+        query = sa.select(box)
         if self._held:
             query = query.where(box.c.id.not_in(self._held))
-        result = await conn.execute(query)
-        self.push([Row(r.id, r.subject, r.msg_id, dict(r.headers), r.body) for r in result])
+        rows = await self._read(conn, query)
+        self.push([row for row in rows if row.id not in self._held])
+
+    async def _read(self, conn: AsyncConnection, query: sa.Select[Any]) -> list[Row]:
+        result = await conn.execute(query.order_by(self._tables.outbox.c.id).limit(BACKLOG_LIMIT))
+        return [Row(r.id, r.subject, r.msg_id, dict(r.headers), r.body) for r in result]
 
     async def _skip_sent(self, bus: Bus) -> None:
         """Leave out the rows that the replica before us published without deleting them."""

@@ -2,7 +2,9 @@
 
 A stream that was created anew is read from its start, a lost tail is given up (the watcher begins a
 new epoch), and when retention overtook us, or a fact of one object is missing, the last message of
-every subject is read: it is the compacted form of the log.
+every subject is read: it is the compacted form of the log. The same is done when an epoch began
+below our position that we never heard of: the tail was lost and has grown again. Reading it takes
+more than one transaction; until the last of them, the fence row says that it is to be begun again.
 """
 
 from __future__ import annotations
@@ -16,10 +18,9 @@ import structlog
 
 from schema import events, subjects
 from schema.subjects import STREAMS, ObjectRef
-from services.kit.batches import FENCE_ROW, Committer, Offset, decode
+from services.kit.batches import FENCE_ROW, Arrival, Batch, Committer, Offset, decode, read
 from services.kit.bus import Bus, Message
-from services.kit.mirror import next_epoch
-from services.kit.records import Poison, Record, Source, Work
+from services.kit.records import Source, Work
 
 log = structlog.get_logger()
 CHUNK: Final = 500
@@ -37,6 +38,11 @@ async def restate(committer: Committer, created: str) -> None:
     await committer.write(work, [], offsets)
 
 
+def unfinished(committer: Committer) -> bool:
+    """Whether reading the compacted log was begun and not ended."""
+    return committer.offsets[FENCE_ROW].seq > 0
+
+
 async def position(committer: Committer, bus: Bus, source: Source, *, reread: bool) -> int:
     """Compare the stored offset with the stream, heal what does not fit; returns where to start."""
     state = await bus.stream_state(source.stream)
@@ -47,15 +53,27 @@ async def position(committer: Committer, bus: Bus, source: Source, *, reread: bo
         await _move(committer, stream, offset)
     elif state.last_seq < offset.seq:
         log.warning("projector.tail_lost", stream=stream, was=offset.seq, now=state.last_seq)
-        await _move(committer, stream, replace(offset, seq=state.last_seq))
-    elif offset.seq and (reread or state.first_seq > offset.seq + 1):
-        log.warning("projector.rereading", stream=stream, was=offset.seq, first=state.first_seq)
-        await _reread(committer, bus, source)
+        offset = replace(offset, seq=state.last_seq)
+        await _move(committer, stream, offset)
     elif not offset.created:
         await _move(committer, stream, replace(offset, created=state.created))
+    if offset.seq and (
+        reread or state.first_seq > offset.seq + 1 or await _missed_epoch(bus, source, offset)
+    ):
+        log.warning("projector.rereading", stream=stream, was=offset.seq, first=state.first_seq)
+        await _reread(committer, bus, source)
     # A service that is born late starts where the log starts now.
     seq = committer.offsets[stream].seq
     return seq + 1 if seq else max(1, state.first_seq)
+
+
+async def _missed_epoch(bus: Bus, source: Source, offset: Offset) -> bool:
+    if source.stream != "KUBE" or not offset.epoch:
+        return False
+    mark = await bus.last(source.stream, subjects.EPOCH_SUBJECT)
+    if mark is None or mark.seq > offset.seq:
+        return False
+    return mark.headers.get(subjects.HEADER_EPOCH, "") not in ("", offset.epoch)
 
 
 async def _move(committer: Committer, stream: str, offset: Offset) -> None:
@@ -64,12 +82,17 @@ async def _move(committer: Committer, stream: str, offset: Offset) -> None:
     )
 
 
+async def _mark(committer: Committer, seq: int) -> None:
+    await _move(committer, FENCE_ROW, replace(committer.offsets[FENCE_ROW], seq=seq))
+
+
 async def _reread(committer: Committer, bus: Bus, source: Source) -> None:
     """Take the last message of every subject, then drop what the log does not show any more."""
+    await _mark(committer, 1)
     state = await bus.stream_state(source.stream)
     seen: set[ObjectRef] = set()
     complete: set[str] = set()
-    chunk: list[Message] = []
+    chunk: list[Arrival] = []
     start = committer.offsets[source.stream]
     for pattern in source.filters or STREAMS[source.stream].subjects:
         async for message in bus.last_per_subject(source.stream, pattern):
@@ -78,11 +101,11 @@ async def _reread(committer: Committer, bus: Bus, source: Source) -> None:
                 seen.add(ref)
             elif message.headers.get(subjects.HEADER_TYPE, "").startswith("SyncFinished"):
                 complete.add(subjects.untoken(message.subject.rpartition(".")[2]))
-            chunk.append(message)
+            chunk.append(_snapshot(read(message)))
             if len(chunk) >= CHUNK:
-                await _take_snapshot(committer, chunk)
+                await committer.process(Batch(chunk, snapshot=True))
                 chunk = []
-    await _take_snapshot(committer, chunk)
+    await committer.process(Batch(chunk, snapshot=True))
     if source.stream == "KUBE":
         await _drop_unseen(committer, seen, complete, state.last_seq)
     await _move(
@@ -90,26 +113,13 @@ async def _reread(committer: Committer, bus: Bus, source: Source) -> None:
         source.stream,
         replace(committer.offsets[source.stream], seq=max(state.last_seq, start.seq)),
     )
+    await _mark(committer, 0)
 
 
-async def _take_snapshot(committer: Committer, chunk: list[Message]) -> None:
-    work = Work(committer.projection.name)
-    dead: list[tuple[Message, str]] = []
-    offsets = dict(committer.offsets)
-    for message in chunk:
-        try:
-            record = msgspec.structs.replace(decode(message), snapshot=True)
-        except (msgspec.MsgspecError, ValueError):
-            continue  # it was, or will be, a dead letter in its turn
-        work.begin(record)
-        try:
-            committer.projection.apply(record, work)
-        except Poison as poison:
-            dead.append((message, str(poison)))
-        before = offsets[message.stream]
-        offsets[message.stream] = replace(before, epoch=next_epoch(before.epoch, record))
-    committer.settle(work)
-    await committer.write(work, dead, offsets)
+def _snapshot(arrival: Arrival) -> Arrival:
+    if arrival.record is None:
+        return arrival
+    return arrival._replace(record=msgspec.structs.replace(arrival.record, snapshot=True))
 
 
 async def _drop_unseen(
@@ -118,22 +128,16 @@ async def _drop_unseen(
     complete: set[str],
     seq: int,
 ) -> None:
-    work = Work(committer.projection.name)
     now = datetime.now(UTC)
     epoch = committer.offsets["KUBE"].epoch
-    for ref, uid in list(committer.projection.known()):
+    headers = f"NATS/1.0\r\n{subjects.HEADER_EPOCH}: {epoch}\r\n".encode()
+    gone = []
+    for ref, uid in committer.projection.known():
         if ref in seen or ref.plural not in complete:
             continue
-        gone = events.ObjectGone(at=now, **ref._asdict(), uid=uid, reason="vanished")
-        record = Record(
-            stream="KUBE",
-            seq=seq,
-            subject=subjects.fact_subject(ref),
-            epoch=epoch,
-            event=gone,
-            snapshot=True,
-        )
-        work.begin(record)
-        committer.projection.apply(record, work)
-    committer.settle(work)
-    await committer.write(work, [], dict(committer.offsets))
+        event = events.ObjectGone(at=now, **ref._asdict(), uid=uid, reason="vanished")
+        subject = subjects.fact_subject(ref)
+        message = Message("KUBE", subject, events.encode(event), headers, seq, 0)
+        gone.append(_snapshot(Arrival(message, decode(message))))
+    for start in range(0, len(gone), CHUNK):
+        await committer.process(Batch(gone[start : start + CHUNK], snapshot=True))

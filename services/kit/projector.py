@@ -41,6 +41,8 @@ _lag = Gauge("lbledger_lag", "Messages of the stream still to be read", ["stream
 _active_gauge = Gauge("lbledger_active", "1 on the replica that holds the fence")
 
 LOCAL_LIMIT: Final = 20_000
+STOP_S: Final = 5.0  # after a stop, for what was begun
+GIVE_UP_S: Final = 2.0
 ARRIVED_BATCHES: Final = 3  # read ahead while one is being committed
 
 
@@ -60,14 +62,18 @@ class Projector:
         self._proved = 0.0
         self._activity = asyncio.Event()
         self._reread_next = False
+        self._doubtful: tuple[int, list[object]] | None = None
 
     # --- for the service ---
 
     @property
     def active(self) -> bool:
         """Whether effects outside the transaction are allowed now."""
-        fresh = time.monotonic() - self._proved < self._settings.effects_deadline_s
-        return self._holding and fresh
+        return self._holding and self._fresh()
+
+    def _fresh(self) -> bool:
+        """Whether the proof that nobody else took over is recent."""
+        return time.monotonic() - self._proved < self._settings.effects_deadline_s
 
     async def until_active(self) -> None:
         while not self.active:
@@ -92,7 +98,23 @@ class Projector:
     # --- life ---
 
     async def run(self) -> None:
-        """Take part until the runtime stops: stand by, lead, recover."""
+        """Take part until the runtime stops, and not much longer, whatever does not answer."""
+        part = asyncio.create_task(self._take_part())
+        stopping = asyncio.create_task(self._rt.stop.wait())
+        try:
+            await asyncio.wait({part, stopping}, return_when="FIRST_COMPLETED")
+            await asyncio.wait({part}, timeout=STOP_S)
+            if part.done():
+                part.result()
+            else:  # what was begun is in a transaction, or is not done at all
+                log.warning("projector.stop_forced", after_s=STOP_S)
+        finally:
+            stopping.cancel()
+            part.cancel()
+            await asyncio.wait({part}, timeout=GIVE_UP_S)
+
+    async def _take_part(self) -> None:
+        """Stand by, lead, recover."""
         stop = self._rt.stop
         backoff = Backoff(first=0.1, cap=5.0)
         bus = await self._rt.bus()
@@ -133,6 +155,11 @@ class Projector:
         async with engine.connect() as conn:
             await conn.execution_options(isolation_level="AUTOCOMMIT")
             await self._stand_by(conn, key)
+            # One that is frozen keeps its connection; the server ends it, and with it the lock.
+            silence = f"{int(self._settings.silence_s * 1000)}"
+            await conn.execute(
+                sa.text("select set_config('idle_session_timeout', :ms, false)"), {"ms": silence}
+            )
             self._proved = time.monotonic()
             beat = asyncio.create_task(self._beat(conn))
             try:
@@ -144,6 +171,7 @@ class Projector:
                 with contextlib.suppress(Exception):
                     async with asyncio.timeout(2):
                         await conn.execute(sa.text("select pg_advisory_unlock(:k)"), key)
+                await conn.invalidate()  # its settings, and a lock that was not given up, go too
 
     async def _stand_by(self, conn: AsyncConnection, key: dict[str, int]) -> None:
         """Wait for the session lock, or for the stop."""
@@ -173,15 +201,20 @@ class Projector:
         outbox = Outbox(self._projection.name, engine)
         committer = Committer(self._projection, engine, outbox)
         await committer.load()
+        self._settle_doubt(committer.offsets[FENCE_ROW].version)
         self._arrived.clear()
         self._room.set()
-        tasks = [asyncio.create_task(outbox.run(bus)), asyncio.create_task(self._wake_on_stop())]
+        tasks = [
+            asyncio.create_task(outbox.run(bus, self._fresh)),
+            asyncio.create_task(self._wake_on_stop()),
+        ]
         try:
             produced = (await bus.stream_state("LB")).created
             if committer.offsets[FENCE_ROW].created != produced:
                 await positions.restate(committer, produced)
+            reread = self._reread_next or positions.unfinished(committer)
             starts = [
-                await positions.position(committer, bus, source, reread=self._reread_next)
+                await positions.position(committer, bus, source, reread=reread)
                 for source in sources
             ]
             self._reread_next = False
@@ -207,6 +240,17 @@ class Projector:
             await _cancel(tasks)
             await committer.close()
 
+    def _settle_doubt(self, version: int) -> None:
+        """Take our own inputs of the failed batch again, unless something was committed since."""
+        if self._doubtful is None:
+            return
+        before, local = self._doubtful
+        self._doubtful = None
+        if version == before:
+            self._local.extendleft(reversed(local))
+        else:
+            self._local.clear()
+
     async def _wake_on_stop(self) -> None:
         await self._rt.stop.wait()
         self._wake.set()
@@ -226,7 +270,8 @@ class Projector:
             except Fenced:
                 raise
             except BaseException:
-                self._local.extendleft(reversed(batch.local))
+                # The answer to a commit can be lost after it: settled when rows are read again.
+                self._doubtful = (committer.offsets[FENCE_ROW].version, batch.local)
                 raise
 
     async def _collect(self) -> Batch:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 import structlog
@@ -29,6 +29,7 @@ from services.kit.health import Health
 
 logger = structlog.get_logger()
 SHUTDOWN_S: Final = 10.0
+T = TypeVar("T")
 
 
 @dataclass
@@ -87,7 +88,11 @@ class Runtime:
             address = public_url(settings.url.reveal())
             self.health.set("database", False, f"waiting for {address}")
             engine = db.create_engine(settings, application=self.name)
-            await db.wait_ready(engine, address, self.stop)
+            try:
+                await self._or_stop(db.wait_ready(engine, address, self.stop))
+            except BaseException:
+                await engine.dispose()
+                raise
             self._engine = engine
             self.health.set("database", not self.stop.is_set(), "stopping")
         return self._engine
@@ -100,7 +105,7 @@ class Runtime:
             await self._engine.dispose()
         await self.health.close()
 
-    async def _or_stop(self, connecting: Coroutine[Any, Any, Bus]) -> Bus:
+    async def _or_stop(self, connecting: Coroutine[Any, Any, T]) -> T:
         """A connection attempt goes on for ever, but not past a stop."""
         attempt = asyncio.create_task(connecting)
         stop = asyncio.create_task(self.stop.wait())
@@ -172,6 +177,8 @@ def _outcome(task: asyncio.Future[None]) -> int:
         logger.error("service.stop_timed_out", after_s=SHUTDOWN_S)
         return 1
     error = task.exception()
+    if isinstance(error, BaseExceptionGroup):
+        error = error.split(Stopped)[1]
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     if error is None or isinstance(error, Stopped):

@@ -1,6 +1,7 @@
 """A projection whose effect is not idempotent: it counts, so that a lost or a repeated event shows.
 
-Run as a program it is one replica: `python -m tests.fakes.tally NATS_URL DATABASE_URL`.
+Run as a program it is one replica: `python -m tests.fakes.tally NATS_URL DATABASE_URL`, which gives
+up a frozen one soon. With a third argument, so many seconds are what the stream remembers ids for.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import sys
 from collections.abc import Iterable
 from datetime import UTC, datetime
 
+import msgspec
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from schema import events
 from schema.events import Owner
-from schema.subjects import ObjectRef
+from schema.subjects import STREAMS, ObjectRef
 from services.kit import config
 from services.kit.projector import Projector
 from services.kit.records import Poison, Record, Source, Work
@@ -102,13 +104,18 @@ async def run(rt: Runtime) -> None:
 
 
 if __name__ == "__main__":
-    nats_url, database_url = sys.argv[1:3]
+    nats_url, database_url, *window = sys.argv[1:]
+    for seconds in map(float, window):
+        STREAMS["LB"] = msgspec.structs.replace(STREAMS["LB"], duplicate_window_s=seconds)
     env = {
         "LBLEDGER_NATS_URL": nats_url,
         "LBLEDGER_DATABASE_URL": database_url,
         "LBLEDGER_HEALTH_PORT": "-1",
         "LBLEDGER_PROJECTOR_BATCH": "50",
         "LBLEDGER_PROJECTOR_TAKEOVER_POLL_S": "0.05",
+        "LBLEDGER_PROJECTOR_BEAT_S": "0.2",
+        "LBLEDGER_PROJECTOR_EFFECTS_DEADLINE_S": "1",
+        "LBLEDGER_PROJECTOR_SILENCE_S": "1.5",
     }
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.exit(run_service("prober", run, config.load(env)))
