@@ -17,7 +17,7 @@ import msgspec
 from schema import events
 from services.nrp_sync import egress, operations, readback
 from services.nrp_sync.core import settle
-from services.nrp_sync.diff import Key
+from services.nrp_sync.diff import Key, LocationCall
 from services.nrp_sync.operations import Operation
 from services.nrp_sync.provider import (
     ServiceBatch,
@@ -194,6 +194,7 @@ def _locations_due(state: State, now: float) -> float:
         return NEVER
     if len(lane.flights) >= policy.lanes:
         return NEVER
+    differing -= _under_way(state)  # those differ until they are acknowledged
     floor = max(lane.retry_at, lane.started_at + policy.interval)
     if state.stuck:
         waits = [q.retry_at for q in state.quarantine.values() if q.retry_at > now]
@@ -201,6 +202,16 @@ def _locations_due(state: State, now: float) -> float:
     if differing >= policy.limits.addresses or _draining(state):
         return max(floor, min(state.stirred_since, now))
     return max(floor, _window(state, state.stirred_at, state.stirred_since))
+
+
+def _under_way(state: State) -> int:
+    """How many of what differs the batches under way carry."""
+    calls = (state.flights[number].request.payload for number in state.lanes["locations"].flights)
+    return sum(
+        call.size() + sum(map(len, call.emptied.values()))
+        for call in calls
+        if isinstance(call, LocationCall)
+    )
 
 
 def _draining(state: State) -> bool:
@@ -219,7 +230,11 @@ def _send_locations(state: State, now: float) -> None:
         if call is None:
             state.stuck = True
             return
+        alone = not state.lanes["locations"].flights
         _launch(state, "locations", "update_address_locations", call, now)
+        left = state.provided.differing() - _under_way(state)
+        if alone and left <= len(state.quarantine):
+            state.stirred_since = now  # it took all there was: a new window begins
 
 
 def _quarantined(state: State, key: Key, now: float) -> bool:

@@ -97,6 +97,32 @@ def test_wait_is_a_floor_that_changes_do_not_shorten(row):
         w.see(slice_of("web-a", "web", [f"10.1.{attempt}.1"]))
 
 
+@rows("window-churn")
+def test_steady_changes_are_one_batch_for_each_window(row):
+    """However often pods change, addresses are sent once in the longest latency; a change waits no
+    longer than that, also while the batch before it is still under way."""
+    w = ready()
+    sent, waited, changed = [], [], {}
+    for step in range(200):
+        address = f"10.0.{step // 250}.{step % 250 + 1}"
+        changed[address] = w.now
+        w.see(slice_of(f"web-{step}", "web", [address]))
+        w.tick()
+        for request in batches(w):
+            if request.sent_at == w.now:
+                sent.append(request)
+                keys = [key.address for key in request.payload.keys()]  # noqa: SIM118
+                waited += [w.now - changed[key] for key in keys]
+            elif request.sent_at <= w.now - 0.06:
+                w.answer(request)
+        w.now += 0.025
+    windows = 200 * 0.025 / POLICY.latency
+    assert windows - 1 <= len(sent) <= windows + 1
+    assert max(waited) <= POLICY.latency + 0.05
+    w.run()
+    w.check_equal()
+
+
 @rows("retry-after-crash")
 def test_wait_that_the_provider_asked_for_outlives_a_restart(row):
     """A process that starts anew during a Retry-After keeps to it."""
