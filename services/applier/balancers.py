@@ -186,10 +186,20 @@ def _ours(made: Plan, doc: OwnerDoc, known: Any, about: str) -> bool:
         made.problems.append(Problem(about, "NameConflict", text))
         return False
     if standing == "former" or known.metadata.deletion_timestamp is not None:
+        _wait_for_removal(made, known)
         text = f"the former {kind} {doc.namespace}/{known.metadata.name} is being removed"
         made.problems.append(Problem(about, "WaitingForRemoval", text))
         return False
     return True
+
+
+def _wait_for_removal(made: Plan, known: Any) -> None:
+    """A fact ends the wait; for an object that no fact ever showed, time does."""
+    ref = objects.object_ref(known)
+    if not made.state.awaited(ref):
+        return
+    limit = timedelta(seconds=made.state.options.undecided_s)
+    made.wake(made.state.doubt(ref, made.now, limit) or made.now + timedelta(milliseconds=10))
 
 
 def held(made: Plan, doc: OwnerDoc, *, soft: bool, new: bool) -> bool:

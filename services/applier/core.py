@@ -70,6 +70,7 @@ class State:
         self._written: dict[ObjectRef, View | Absent] = {}
         self._slices: dict[str, set[ObjectRef]] = {}
         self._gone: dict[str, None] = {}
+        self._doubted: dict[ObjectRef, datetime] = {}
 
     # --- questions ---
 
@@ -84,6 +85,20 @@ class State:
         """Whether the watcher has yet to show what we wrote."""
         written = self._written.get(ref)
         return written is not None and not isinstance(written, Absent)
+
+    def doubt(self, ref: ObjectRef, now: datetime, limit: timedelta) -> datetime | None:
+        """Give up what we wrote and nobody ever showed, after a while; None when it is given up.
+
+        An object may come and go between two looks of the watcher, with neither seen. Until then
+        returns when to ask again. The next write finds out: it creates, or is refused with what
+        is there.
+        """
+        since = self._doubted.setdefault(ref, now)
+        if now < since + limit:
+            return since + limit
+        del self._doubted[ref]
+        self._written.pop(ref, None)
+        return None
 
     def slices_of(self, uid: str) -> list[ObjectRef]:
         return sorted(self._slices.get(uid, ()))
@@ -107,6 +122,7 @@ class State:
     def observe(self, ref: ObjectRef, old: View | None, new: View | None, uid: str) -> None:
         """One object appeared, changed, or went away (new None)."""
         self._index(ref, old, new)
+        self._doubted.pop(ref, None)
         if new is None:
             self.shown.pop(ref, None)
             written = self._written.get(ref)

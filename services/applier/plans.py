@@ -23,6 +23,8 @@ from services.applier.shapes import Body
 from services.applier.targets import Key, Target, repair_delay
 
 RETRY_INVALID_S: Final = 600.0
+# Reasons of what mostly passes by itself: no warning.
+PASSING: Final = ("Waiting", "Pending", "Throttled", "Retrying")
 # Whose condition speaks of a write that can't be made, and how it calls the object.
 SAID_BY: Final = {
     "services": (conditions.PUBLISHED, "service"),
@@ -233,7 +235,7 @@ def status_write(
 
 def _notice(known: Any, ready: Mark) -> Notice:
     kind = type(known).__name__
-    warning = ready.status == "False" and not ready.reason.startswith("Waiting")
+    warning = ready.status == "False" and not ready.reason.startswith(PASSING)
     text = ready.message or f"the {kind} is ready"
     said = Said(event_reason(ready.reason), text, warning=warning)
     return notice_of(known, said, ready.since, ready.updated)
