@@ -287,17 +287,20 @@ def test_wish_that_the_provider_cannot_meet_is_one_warning(reason, told, served)
     assert world.condition(owner, "lbledger.io/ProviderSynced").reason == reason
 
 
-@pytest.mark.parametrize("reason", ["Pending", "Throttled", "Retrying", "WaitingForNode"])
-def test_what_the_provider_will_catch_up_with_is_no_warning(reason):
-    """Of a served Service: it passes by itself."""
+@pytest.mark.parametrize("served", [False, True], ids=["new", "served"])
+@pytest.mark.parametrize("reason", ["Pending", "Throttled", "Retrying", "WaitingForFinalizer"])
+def test_what_the_provider_will_catch_up_with_is_no_warning(reason, served):
+    """It passes by itself: a condition shows it, an Event does not warn of it."""
     world = World()
     owner = world.ticket(class_=names.NRP_CLASS)
-    had = {"addresses": ["20.0.0.4"]}
-    provider(world, owner, in_step=True, reason="Registered", **had)
-    world.wait(5)
+    had = {"addresses": ["20.0.0.4"]} if served else {}
+    if served:
+        provider(world, owner, in_step=True, reason="Registered", **had)
+        world.wait(5)
     provider(world, owner, reason=reason, message="429", **had)
     world.wait(60)
     assert warnings(world) == []
+    assert world.condition(owner, "lbledger.io/ProviderSynced").reason == reason
 
 
 @pytest.mark.parametrize(
