@@ -186,6 +186,7 @@ async def pod_changes(quick: bool) -> list[Figure]:
             "pod_change.flat", ratio, "x", better="lower", note=f"{sizes[-1]:,} to {sizes[0]:,}"
         ),
         Figure("pod_change.rss", full["rss_mb"], "MB", *limits, better="lower", note=note),
+        Figure("pod_change.rss_single", found[-1]["rss_mb"], "MB", better="lower", note="one each"),
     ]
 
 
