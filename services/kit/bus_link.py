@@ -145,19 +145,24 @@ class Link:
     async def _keep(self) -> None:
         backoff, number = Backoff(0.05, 5.0), 0
         try:
-            while True:
+            # The library may swallow a cancellation while it connects: look at the mark as well.
+            while not self._closed:
                 wire = Wire()
                 server = self._servers[number % len(self._servers)]
                 number += 1
                 try:
                     await wire.open(server, self.name, self._credentials)
                     backoff.reset()
+                    if self._closed:
+                        await wire.shut()
+                        return
                     await self._serve(wire)
                 except (BusError, OSError) as error:
                     self._say_waiting(backoff, str(error))
                 except Exception as error:  # noqa: BLE001  # must outlive a defect of the library
                     self._say_waiting(backoff, type(error).__name__)
-                await backoff.wait()
+                if not self._closed:
+                    await backoff.wait()
         finally:
             self._down()
 
