@@ -257,10 +257,24 @@ class Checker:
         """What must have held all the time; to be called when everything has settled."""
         problems = await self._overlaps()
         problems += check_slices(seen)
-        problems += check_statuses(seen)
+        if shown := check_statuses(seen):
+            problems += [*shown, *await self._ledger()]
         page = await self.api.provider("GET", "requests?limit=0")
         problems += [f"two requests at once for {one}" for one in page["overlaps"]]
         return problems
+
+    async def _ledger(self) -> list[str]:
+        """All of it, to understand a failure by."""
+        rows = await self.whole.rows(
+            "select host(address) as address, name, left(uid, 8) as uid, during, release_reason"
+            " from allocator.lease where namespace = any($1) order by address, lower(during)",
+            [space.name for space in self.spaces],
+        )
+        return [
+            f"ledger: {r['address']} {r['name']} ({r['uid']}) {r['during'].lower:%H:%M:%S.%f} to "
+            f"{r['during'].upper} {r['release_reason']}"
+            for r in rows
+        ]
 
     async def _overlaps(self) -> list[str]:
         rows = await self.whole.rows(
@@ -358,25 +372,32 @@ def check_statuses(seen: Recorder) -> list[str]:
     problems = []
     holders: dict[str, dict[str, str]] = defaultdict(dict)  # address -> uid -> name
     shown: dict[str, set[str]] = {}
-    changes = [c for c in seen.changes if c[0] in ("LoadBalancer", "Service")]
-    for kind, type_, found in sorted(changes, key=lambda c: order(c[2])):
+    changes = [c for c in seen.changes if c.kind in ("LoadBalancer", "Service")]
+    kind_of: dict[str, str] = {}
+    for change in sorted(changes, key=lambda c: c.at):
+        kind, type_, found = change.kind, change.type, change.object
+        if type_ == "GAP":  # what was known of the kind grows old: a list follows
+            for uid in [uid for uid, of in kind_of.items() if of == kind]:
+                for address in shown.pop(uid, set()):
+                    holders[address].pop(uid, None)
+            continue
         meta, status = found["metadata"], found.get("status") or {}
         uid = meta["uid"]
-        addresses: set[str] = set()
+        kind_of[uid] = kind
+        fields: Object = {}
         if type_ != "DELETED" and kind == "LoadBalancer":
             allocated = (status.get("allocatedAddress") or {}).get("ip", "")
-            addresses = {allocated, status.get("address", "")} - {"", "0.0.0.0"}
+            fields = {"allocated": allocated, "address": status.get("address", "")}
         elif type_ != "DELETED" and of_class(found, POOL_CLASS):
-            addresses = set(ingress_of(found).split(",")) - {""}
+            fields = {"ingress": ingress_of(found)}
+        addresses = set(fields.values()) - {"", "0.0.0.0"}
         for address in shown.get(uid, set()) - addresses:
             holders[address].pop(uid, None)
         shown[uid] = addresses
         for address in addresses:
-            holders[address][uid] = f"{meta['namespace']}/{meta['name']}"
+            name = f"{kind} {meta['namespace']}/{meta['name']}"
+            who = f"{name} ({uid[:8]}, version {change.at}, {fields})"
+            holders[address].setdefault(uid, who)
             if len(holders[address]) > 1:
                 problems.append(f"{address} was shown by {sorted(holders[address].values())}")
     return problems
-
-
-def order(found: Object) -> int:
-    return int(found["metadata"]["resourceVersion"])

@@ -313,7 +313,7 @@ async def test_a_change_is_written_once_whatever_the_number_of_backends(space):
         await space.vm("web")
         await space.becomes("web", "True", also=lambda s: len(s["backendServers"]) == 13)
         await space.quiet()
-        written = [kind for kind, _, _ in seen.changes[known:]]
+        written = [change.kind for change in seen.changes[known:]]
 
     assert sorted(written) == ["EndpointSlice", "LoadBalancer"]
 

@@ -292,4 +292,5 @@ async def test_chaos(whole, seed, wipe):
             if not wipe:
                 problems += await checker.told_once()
         after = [(await whole.rows(dead.format(table)))[0][0] for table in tables]
-        assert (problems, after) == ([], before)
+        assert not problems, "\n".join(problems)
+        assert after == before

@@ -260,6 +260,34 @@ async def test_report_38_deleted_and_made_again_while_nobody_watched(whole, spac
     await eventually(exact, 20)
 
 
+async def test_a_slice_that_nobody_ever_saw_does_not_block_its_successor(whole, space):
+    """The applier wrote a slice while nobody watched; before anybody did, its load balancer was
+    made anew and the slice collected. The new one gets its own, without a restart."""
+    await space.pool()
+    await whole.kill("prober")
+    await space.balancer("web")
+    await eventually(lambda: held(space, "web", space.pooled(10)), 20)
+    await space.quiet()
+    await whole.kill("watcher")
+    await whole.respawn("prober")
+
+    async def written():
+        return await space.api.get("EndpointSlice", "web", space.name)
+
+    await eventually(written, RECONNECT_S)
+    await space.delete("web")
+    await space.goes("EndpointSlice", "web")
+    await space.goes("Service", "web")
+    await space.vm("web", name="vm")
+    made = await space.balancer("web")
+    await whole.respawn("watcher")
+    await whole.ready(RECONNECT_S)
+
+    await space.becomes("web", "True")
+    found = await space.api.get("EndpointSlice", "web", space.name)
+    assert [ref["uid"] for ref in found["metadata"]["ownerReferences"]] == [made["metadata"]["uid"]]
+
+
 async def test_report_45_many_allocators_and_a_full_pool(whole, space):
     """[report-45] Four replicas, one of them killed in each round, sixteen addresses, twenty at
     once: sixteen distinct leases, four that are told that the pool is exhausted, and what is freed

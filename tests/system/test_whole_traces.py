@@ -80,7 +80,7 @@ async def test_A1_a_life_with_a_pool(vip_space):
     # No instant with two owners, none without an address, none with a bare Service.
     for found in seen.of("Service", "web")[1:]:
         assert found["spec"]["loadBalancerIP"] in (space.pooled(10), space.pooled(30))
-    writes = [kind for kind, type_, _ in seen.changes if type_ == "ADDED"]
+    writes = [c.kind for c in seen.changes if c.type == "ADDED"]
     assert sorted(writes) == ["EndpointSlice", "LoadBalancer", "Service"]
 
 
@@ -208,7 +208,7 @@ async def test_report_62_what_the_announcer_adds_is_no_difference(vip_space):
         await space.quiet()
         after = seen.changes[before:]
 
-    assert [kind for kind, _, _ in after] == ["Service"] * 20
+    assert [change.kind for change in after] == ["Service"] * 20
 
 
 async def test_twelve_machines_come_in_one_order(vip_space):

@@ -18,7 +18,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import aiohttp
 import asyncpg
@@ -624,17 +624,25 @@ def provided(state: Mapping[str, Any], uid: str) -> set[str]:
     }
 
 
+class Change(NamedTuple):
+    """What a watch showed. `at` orders changes of several kinds: the version of the object, or of
+    the list that it was found in. GAP: from here on nothing is known of the kind, until a list."""
+
+    kind: str
+    type: str
+    object: dict[str, Any]
+    at: int
+
+
 class Recorder:
     """Every version of some kinds that the API server shows, in order, seen by a watch of our own.
 
     It resumes where it broke off; where the server's history has gone it lists anew and goes on.
-    `changes` is (kind, type, object).
     """
 
     def __init__(self, api: Api, namespace: str, *kinds: str) -> None:
         self._api, self._namespace, self._kinds = api, namespace, kinds
-        self.changes: list[tuple[str, str, dict[str, Any]]] = []
-        self._known: dict[tuple[str, str, str], dict[str, Any]] = {}
+        self.changes: list[Change] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Recorder:
@@ -650,27 +658,12 @@ class Recorder:
 
     async def _list(self, kind: str) -> str:
         listed = await self._api.send("GET", path_of(kind, self._namespace))
-        there = set()
+        version = listed["metadata"]["resourceVersion"]
+        last = max((change.at for change in self.changes if change.kind == kind), default=0)
+        self.changes.append(Change(kind, "GAP", {}, last))
         for found in listed["items"]:
-            there.add(self._note(kind, "ADDED", found))
-        for key in [k for k in self._known if k[0] == kind and k not in there]:
-            self._note(kind, "DELETED", self._known[key])
-        return str(listed["metadata"]["resourceVersion"])
-
-    def _note(self, kind: str, type_: str, found: dict[str, Any]) -> tuple[str, str, str]:
-        meta = found["metadata"]
-        key = (kind, meta.get("namespace", ""), meta["name"])
-        if type_ == "DELETED":
-            self._known.pop(key, None)
-        elif (
-            self._known.get(key, {}).get("metadata", {}).get("resourceVersion")
-            == (meta["resourceVersion"])
-        ):
-            return key  # listed again
-        else:
-            self._known[key] = found
-        self.changes.append((kind, type_, found))
-        return key
+            self.changes.append(Change(kind, "ADDED", found, int(version)))
+        return str(version)
 
     async def _follow(self, kind: str, version: str) -> None:
         while True:
@@ -684,16 +677,18 @@ class Recorder:
                             break
                         version = found["metadata"]["resourceVersion"]
                         if type_ != "BOOKMARK":
-                            self._note(kind, type_, found)
+                            self.changes.append(Change(kind, type_, found, int(version)))
                 except Refused as error:
                     version = "" if error.code == 410 else version
             await asyncio.sleep(0.05)
 
     def of(self, kind: str, name: str = "") -> list[dict[str, Any]]:
         return [
-            found
-            for known, _, found in self.changes
-            if known == kind and name in ("", found["metadata"]["name"])
+            change.object
+            for change in self.changes
+            if change.kind == kind
+            and change.type != "GAP"
+            and name in ("", change.object["metadata"]["name"])
         ]
 
 
