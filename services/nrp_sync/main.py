@@ -28,6 +28,7 @@ from services.nrp_sync.steps import Failure, Retrying
 
 log = structlog.get_logger()
 LONGEST_REST = 1.0
+PATIENCE = 5  # ticks in a row that may begin nothing, before the next ones are spaced out
 REPAIR_POLL = 1.0
 NOT_OURS = Failed(
     failure=Failure(
@@ -105,6 +106,7 @@ class Worker:
         """Outcomes that no transaction has taken yet."""
         self._wake = asyncio.Event()
         self._shown = 0.0
+        self._fruitless = 0  # ticks since the last that began a request
         projection.start = self._start
         projection.reloaded = self._reloaded
 
@@ -116,6 +118,7 @@ class Worker:
                 await self._rest()
                 self._show()
                 if self._projector.active and not self._rt.stop.is_set():
+                    self._fruitless += 1
                     await self._projector.asubmit(Tick())
         finally:
             stopping.cancel()
@@ -139,10 +142,16 @@ class Worker:
                     return
         if not self._projector.active:
             await wait_or_stop(self._rt.stop, 0.2)
+        elif self._fruitless > PATIENCE:
+            # What is due can't be begun yet, whatever holds it up: do not ask in a hot loop.
+            doublings = min(self._fruitless - PATIENCE, 10)
+            await wait_or_stop(self._rt.stop, min(0.005 * 2**doublings, LONGEST_REST))
 
     def _start(self, requests: list[Request]) -> None:
         for number in [n for n in self._unheard if n not in self._projection.flying]:
             del self._unheard[number]
+        if requests:
+            self._fruitless = 0
         for request in requests:
             self._projection.flying.add(request.number)
             self._calls[request.number] = asyncio.create_task(self._call(request))
@@ -161,6 +170,7 @@ class Worker:
                 self._watch(outcome)
                 self._log(request, outcome)
             self._unheard[request.number] = outcome
+            self._fruitless = 0
             await self._projector.asubmit(Ended(request.number, outcome))
         finally:
             self._calls.pop(request.number, None)
