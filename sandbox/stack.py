@@ -344,6 +344,9 @@ async def _get(port: int, path: str) -> tuple[int, bytes]:
 
 def up(*, kubeconfig: str, state: str, nats_port: int, crds: bool) -> int:
     """`lbledger up`."""
+    if kubeconfig and not Path(kubeconfig).is_file():
+        print(f"lbledger up: --kubeconfig {kubeconfig}: there is no such file", file=sys.stderr)
+        return 2
     stack = Stack(
         state=Path(state).absolute() if state else None,
         kubeconfig=kubeconfig or os.environ.get("KUBECONFIG", ""),
