@@ -292,7 +292,8 @@ class Checker:
         released: dict[str, int] = defaultdict(int)
         bus = await self.bus()
         state = await bus.stream_state("LB")
-        puller = bus.puller("LB", start_seq=1, filters=("lb.lease.>",))
+        owned = tuple(f"lb.lease.*.{space.name}.>" for space in self.spaces)
+        puller = bus.puller("LB", start_seq=1, filters=owned)
         while messages := await puller.fetch(1000, 0.5):
             for message in messages:
                 match events.decode(message.data):
