@@ -7,7 +7,6 @@ fence. A request whose replica lost the fence, or died, is taken up by the next 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from datetime import UTC, datetime
 
@@ -133,13 +132,17 @@ class Worker:
 
     async def _rest(self) -> None:
         """Until something is due, or something has been committed that may change what is."""
-        self._wake.clear()
-        rest = min(self._projection.due(), LONGEST_REST)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(rest):
-                await self._wake.wait()
-                if self._projection.due() > 0:
-                    return
+        deadline = time.monotonic() + LONGEST_REST
+        while not self._rt.stop.is_set():
+            self._wake.clear()
+            rest = min(self._projection.due(), deadline - time.monotonic())
+            try:
+                async with asyncio.timeout(max(0.0, rest)):
+                    await self._wake.wait()
+            except TimeoutError:
+                break
+            if self._projection.due() <= 0:
+                break  # else what was committed, perhaps a tick of our own, asks for nothing now
         if not self._projector.active:
             await wait_or_stop(self._rt.stop, 0.2)
         elif self._fruitless > PATIENCE:
