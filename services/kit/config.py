@@ -69,6 +69,9 @@ class DatabaseSettings(Section, frozen=True, kw_only=True):
     pool_size: int = 4
     statement_timeout_s: float = 30.0
     connect_timeout_s: float = 10.0
+    # A replica that freezes inside a transaction holds up the next one for this long (in the
+    # middle of a statement: for statement_timeout_s).
+    idle_transaction_s: float = 10.0
 
 
 class KubeSettings(Section, frozen=True, kw_only=True):
@@ -359,6 +362,7 @@ def _check(settings: Settings) -> None:
         ("nrp.operation_timeout_s", settings.nrp.operation_timeout_s),
         ("nrp.poll_s", settings.nrp.poll_s),
         ("database.pool_size", settings.database.pool_size),
+        ("database.idle_transaction_s", settings.database.idle_transaction_s),
         ("nats.replicas", settings.nats.replicas),
     ):
         _positive(name, value)

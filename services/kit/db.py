@@ -50,7 +50,7 @@ def create_engine(settings: DatabaseSettings, *, application: str) -> AsyncEngin
             "server_settings": {
                 "application_name": f"lbledger-{application}",
                 "statement_timeout": str(int(settings.statement_timeout_s * 1000)),
-                "idle_in_transaction_session_timeout": "30000",
+                "idle_in_transaction_session_timeout": str(int(settings.idle_transaction_s * 1000)),
                 "tcp_keepalives_idle": "5",
                 "tcp_keepalives_interval": "2",
                 "tcp_keepalives_count": "3",

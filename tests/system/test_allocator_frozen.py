@@ -15,6 +15,9 @@ def impatient(monkeypatch):
     """A frozen replica is replaced soon."""
     for name, value in (("BEAT", "0.2"), ("EFFECTS_DEADLINE", "1"), ("SILENCE", "1.5")):
         monkeypatch.setenv(f"LBLEDGER_PROJECTOR_{name}_S", value)
+    # It may have been frozen between two statements, or in the middle of sending rows.
+    monkeypatch.setenv("LBLEDGER_DATABASE_IDLE_TRANSACTION_S", "1.5")
+    monkeypatch.setenv("LBLEDGER_DATABASE_STATEMENT_TIMEOUT_S", "4")
 
 
 async def test_report_45_frozen_and_killed_allocators_decide_once(nats_url, database_url):
