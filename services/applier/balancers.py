@@ -30,8 +30,8 @@ def load_balancer(made: Plan, doc: OwnerDoc, lb: objects.LoadBalancer) -> None:
     if lb.metadata.deletion_timestamp is not None:
         return
     known = state.known(doc.owner.ref)
-    if known is None:
-        return  # the API server says that it is gone; the watcher will
+    if known is None or known.metadata.uid != doc.uid:
+        return  # the API server says that it is gone, or another one; the watcher will
     if doc.condemned is not None:
         _delete(made, doc, doc.condemned)
         return
