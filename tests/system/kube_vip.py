@@ -49,7 +49,9 @@ class KubeVip:
 
     async def _follow(self, kind: str, see: Any) -> None:
         while True:
-            with contextlib.suppress(aiohttp.ClientError, OSError, ValueError, Refused):
+            with contextlib.suppress(
+                aiohttp.ClientError, OSError, ValueError, Refused, TimeoutError
+            ):
                 listed = await self._api.send("GET", path_of(kind, self._namespace))
                 for found in listed["items"]:
                     await see("ADDED", found)

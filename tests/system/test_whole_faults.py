@@ -7,7 +7,7 @@ import time
 import pytest
 
 from sandbox.stack import SERVICES
-from tests.system.whole import DUMMY, Recorder, Refused, gather, provided
+from tests.system.whole import DUMMY, Recorder, Refused, condition, gather, provided
 from tests.waiting import eventually
 
 NO_BACKEND = "no running backend servers"
@@ -286,6 +286,40 @@ async def test_a_slice_that_nobody_ever_saw_does_not_block_its_successor(whole, 
     await space.becomes("web", "True")
     found = await space.api.get("EndpointSlice", "web", space.name)
     assert [ref["uid"] for ref in found["metadata"]["ownerReferences"]] == [made["metadata"]["uid"]]
+
+
+async def test_a_successor_is_never_given_the_status_of_its_predecessor(whole, space):
+    """[report-63] The watcher is away; a load balancer is made anew under its name, and a verdict
+    about the old one comes: nothing of it is written to the new one, not even after a conflict."""
+    await space.pool()
+    vm = await space.vm("web", answers=True)
+    await space.balancer("web", healthCheck=space.check())
+    await space.becomes("web", "True")
+    await space.quiet()
+    await whole.kill("watcher")
+    await space.delete("web")
+    await space.goes("Service", "web")
+    made = await space.balancer("web", healthCheck=space.check())
+    async with Recorder(space.api, space.name, "LoadBalancer") as seen:
+        await space.refuse(vm)
+
+        async def judged():
+            rows = await whole.rows(
+                "select image from prober.image where namespace = $1", space.name
+            )
+            return rows and '"unhealthy"' in rows[0]["image"]
+
+        await eventually(judged, 20)
+        await space.quiet(1.0)
+        before = [found.get("status") for found in seen.of("LoadBalancer", "web")]
+        await whole.respawn("watcher")
+        await whole.ready(RECONNECT_S)
+        await space.becomes("web", "False", "healthy:0")
+
+    assert before == [None]
+    for found in seen.of("LoadBalancer", "web"):
+        assert found["metadata"]["uid"] == made["metadata"]["uid"]
+        assert condition(found.get("status") or {}).get("status") != "True"
 
 
 async def test_report_45_many_allocators_and_a_full_pool(whole, space):

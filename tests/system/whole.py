@@ -255,11 +255,12 @@ class Api:
     async def watch(
         self, kind: str, namespace: str = "", version: str = ""
     ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-        """(type, object), until the server ends it."""
+        """(type, object), until the server ends it or says nothing for a while."""
         headers = {"Authorization": f"Bearer {KUBE_TOKEN}"}
         url = f"{self._whole.stack.kube_url}{path_of(kind, namespace)}"
         query = {"watch": "1", **({"resourceVersion": version} if version else {})}
-        timeout = aiohttp.ClientTimeout(total=None, sock_read=None)
+        # A watch may be hung on order: after a silence the caller resumes where it stood.
+        timeout = aiohttp.ClientTimeout(total=None, sock_read=3)
         async with self._http.get(url, params=query, headers=headers, timeout=timeout) as reply:
             if reply.status >= 400:
                 raise Refused(reply.status, {"message": await reply.text()})
@@ -667,7 +668,7 @@ class Recorder:
 
     async def _follow(self, kind: str, version: str) -> None:
         while True:
-            with contextlib.suppress(aiohttp.ClientError, OSError, ValueError):
+            with contextlib.suppress(aiohttp.ClientError, OSError, ValueError, TimeoutError):
                 try:
                     if not version:
                         version = await self._list(kind)
