@@ -84,7 +84,7 @@ async def test_an_outage_of_our_servers_is_no_failure_of_members(
         assert {c.uid for c in unready_events(rig, before)} == {"uid-lb1-1"}
 
 
-@pytest.mark.parametrize("threshold", [1, 2])
+@pytest.mark.parametrize("threshold", [2])
 async def test_everything_failing_at_once_is_held_and_said(nats_url, database_url, threshold):
     """The prober has lost its network: no endpoint changes, each load balancer says why, and after
     it only what really fails goes down."""

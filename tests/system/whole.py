@@ -541,7 +541,8 @@ class Space:
         found = await self.api.get("EndpointSlice", name, self.name)
         assert found is not None, f"no slice {name}"
         return {
-            endpoint["addresses"][0]: endpoint["conditions"]["ready"]
+            # Somebody's edit may have left the conditions out, which means ready.
+            endpoint["addresses"][0]: endpoint.get("conditions", {}).get("ready", True)
             for endpoint in found.get("endpoints") or []
         }
 
