@@ -579,11 +579,12 @@ class Space:
         return dict(found.get("status") or {})
 
     async def pool_is(self, name: str, **wanted: Any) -> dict[str, Any]:
-        """Wait until the pool's status has these values."""
+        """Wait until the pool's status has these values; an absent map is an empty one."""
 
         async def equal() -> dict[str, Any]:
             status = await self.pool_status(name)
-            assert {key: status.get(key) for key in wanted} == wanted, status
+            found = {key: status.get(key, {} if wanted[key] == {} else None) for key in wanted}
+            assert found == wanted, status
             return status
 
         return await eventually(equal, SETTLE_S, message=f"pool {name} shows {wanted}")
