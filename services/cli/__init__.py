@@ -29,13 +29,6 @@ app.add_typer(pool_app, name="pool")
 app.add_typer(nrp_app, name="nrp")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
-SERVICE_MODULES = {
-    "watcher": "services.watcher.main",
-    "allocator": "services.allocator.main",
-    "prober": "services.prober.main",
-    "nrp-sync": "services.nrp_sync.main",
-    "applier": "services.applier.main",
-}
 
 
 def _call(module: str, function: str, *args: object, **kwargs: object) -> None:
