@@ -371,7 +371,7 @@ async def test_close_leaves_no_consumer(nats_url: str) -> None:
         await fill(bus, 10)
         pullers = [bus.puller(STREAM, start_seq=1) for _ in range(3)]
         await pullers[0].fetch(1, 5)
-        await pullers[1].fetch(100, 5)
+        await _take(pullers[1], 10)
         early = asyncio.create_task(pullers[2].fetch(1, 5))
         waiting = asyncio.create_task(pullers[1].fetch(1, 5))
         await asyncio.sleep(0)
