@@ -85,7 +85,8 @@ def loaded(pods: int, node_count: int, services: int, per_slice: int = PER_SLICE
         desired.bind(service_name(number), uid(number), member)
     for number in range(pods // per_slice):
         name = Name("bench", f"slice-{number}")
-        desired.put_slice(Reading(name, "", {}, service_name(number % services)))
+        owner = number % services
+        desired.put_slice(Reading(name, uid(number), {}, service_name(owner), uid(owner)))
         for pod in range(number * per_slice, number * per_slice + per_slice):
             desired.restore(name, pod_ip(pod), f"node-{pod % node_count}")
     desired.changed_rows.clear()
@@ -122,7 +123,8 @@ def flips(state: State, count: int) -> Iterator[list[Reading]]:
         for name, endpoints in whole.items():
             rest = dict(endpoints)
             rest.pop(randoms.choice(list(rest)))
-            leave.append(Reading(name, "", rest, state.provided.desired.slices[name].service))
+            held = state.provided.desired.slices[name]
+            leave.append(Reading(name, held.uid, rest, held.service, held.service_uid))
         yield leave
         yield [r._replace(endpoints=whole[r.name]) for r in leave]
 

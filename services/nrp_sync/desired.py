@@ -12,6 +12,7 @@ family only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from sys import intern
 from typing import Literal, TypeAlias
 
 from services.nrp_sync.sources import (
@@ -45,13 +46,12 @@ class Desired:
         self.at: dict[str, dict[str, Held]] = {}
         self.members: dict[Name, tuple[str, Member]] = {}
         """Service to its uid and member."""
-        self.by_service: dict[Name, set[Source]] = {}
+        self.by_service: dict[Name, dict[Source, None]] = {}
         self.waiting: dict[str, set[Source]] = {}
         """Node that is unknown, or lacks an address of the family, to who waits for it."""
         self.changed_rows: set[tuple[Name, str]] = set()
         """(slice, address) whose row has to be written or deleted."""
         self._interned: dict[Refs, Refs] = {NONE: NONE}
-        self._node_names: dict[str, str] = {}
 
     # --- questions ---
 
@@ -89,17 +89,33 @@ class Desired:
     def put_slice(self, reading: Reading) -> Source:
         source = self.slices.get(reading.name)
         if source is None:
-            source = self.slices[reading.name] = Source(reading.name, reading.uid, {})
+            source = self.hold(Source(reading.name, reading.uid))
         if (source.service, source.service_uid) != (reading.service, reading.service_uid):
             self._clear(source)
             self._leave_service(source)
             source.service, source.service_uid = reading.service, reading.service_uid
+            self._feed_service(source)
             if source.service is not None:
-                self.by_service.setdefault(source.service, set()).add(source)
                 self._join(source, *self.members.get(source.service, ("", None)))
         source.uid, source.left_out = reading.uid, reading.left_out
         self._replace(source, reading.endpoints)
         return source
+
+    def hold(self, source: Source) -> Source:
+        """Take in a slice that is not known yet, without its endpoints. Texts that many slices
+        share are held once."""
+        name = source.name = Name(intern(source.name.namespace), source.name.name)
+        self.slices[name] = source
+        self._feed_service(source)
+        return source
+
+    def _feed_service(self, source: Source) -> None:
+        if source.service is None:
+            return
+        siblings = self.by_service.setdefault(source.service, {})
+        source.service = next(iter(siblings), source).service
+        source.service_uid = intern(source.service_uid)
+        siblings[source] = None
 
     def drop_slice(self, name: Name) -> None:
         source = self.slices.pop(name, None)
@@ -110,14 +126,14 @@ class Desired:
     def restore(self, name: Name, address: str, node: str) -> None:
         """Add a row of a slice that is known already."""
         source = self.slices[name]
-        source.endpoints[address] = node = self._node_names.setdefault(node, node)
-        source.sixes += ":" in address
+        node = intern(node)
+        source.put(address, node)
         self._file(source, address, node)
 
     def put_pod(self, reading: Reading, member: Member | None) -> Source:
         source = self.pods.get(reading.name)
         if source is None:
-            source = self.pods[reading.name] = Source(reading.name, reading.uid, {})
+            source = self.pods[reading.name] = Source(reading.name, reading.uid)
         if source.member is not member:
             self._clear(source)
             self._enter(source, member)
@@ -132,15 +148,15 @@ class Desired:
             self._enter(source, None)
 
     def _replace(self, source: Source, endpoints: dict[str, str]) -> None:
-        held = source.endpoints
-        for address in [a for a, node in held.items() if endpoints.get(a) != node]:
+        old = source.endpoints
+        for address in [a for a, node in old.items() if endpoints.get(a) != node]:
             self._remove(source, address)
-        for address, node in endpoints.items():
-            if address not in held:
-                held[address] = node = self._node_names.setdefault(node, node)
-                source.sixes += ":" in address
-                self.changed_rows.add((source.name, address))
-                self._file(source, address, node)
+        held = source.endpoints
+        for address in [a for a in endpoints if a not in held]:
+            node = intern(endpoints[address])
+            source.put(address, node)
+            self.changed_rows.add((source.name, address))
+            self._file(source, address, node)
 
     def _clear(self, source: Source) -> None:
         for address in list(source.endpoints):
@@ -149,8 +165,7 @@ class Desired:
     def _remove(self, source: Source, address: str) -> None:
         node = source.endpoints[address]
         self._unfile(source, address, node)
-        del source.endpoints[address]
-        source.sixes -= ":" in address
+        source.drop(address)
         self.changed_rows.add((source.name, address))
         if node in self.waiting:
             self._stop_waiting(source, node)
@@ -247,17 +262,17 @@ class Desired:
 
     def _enter(self, source: Source, member: Member | None) -> None:
         if source.member is not None:
-            source.member.sources.discard(source)
+            source.member.sources.pop(source, None)
         source.member = member
         if member is not None:
-            member.sources.add(source)
+            member.sources[source] = None
 
     def _leave_service(self, source: Source) -> None:
         self._enter(source, None)
         if source.service is None:
             return
         sources = self.by_service[source.service]
-        sources.discard(source)
+        del sources[source]
         if not sources:
             del self.by_service[source.service]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from sys import intern
 
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -219,7 +220,7 @@ class NrpProjection:
                 core.gone_slice(self.state, name, now=now)
         source = slices.get(name)
         if source is not None:
-            source.epoch, source.seq = record.epoch, record.seq
+            source.epoch, source.seq = intern(record.epoch), record.seq
         self._slices.add(name)
 
     def _sweep_slices(self, plural: str, now: float) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Sequence
 from datetime import datetime
+from sys import intern
 from typing import Any
 
 import msgspec
@@ -110,16 +111,13 @@ async def _load_slices(conn: AsyncConnection, state: State) -> None:
         source = Source(
             name=name,
             uid=row.uid,
-            endpoints={},
             service=service,
             service_uid=row.service_uid,
             left_out=LeftOut(*row.left_out),
-            epoch=row.epoch,
+            epoch=intern(row.epoch),
             seq=row.seq,
         )
-        desired.slices[name] = source
-        if service is not None:
-            desired.by_service.setdefault(service, set()).add(source)
+        desired.hold(source)
     e = t.endpoint.c
     query = sa.select(
         e.namespace,
@@ -148,9 +146,6 @@ async def repair_asked_at(engine: AsyncEngine) -> datetime | None:
     async with engine.connect() as conn:
         asked: datetime | None = await conn.scalar(sa.select(t.view.c.repair_asked_at))
         return asked
-
-
-# --- requests -----------------------------------------------------------------------------------
 
 
 # --- saving -------------------------------------------------------------------------------------

@@ -398,14 +398,11 @@ class World:
         made = Source(
             name=source.name,
             uid=source.uid,
-            endpoints={},
             service=source.service,
             service_uid=source.service_uid,
             left_out=source.left_out,
         )
-        desired.slices[made.name] = made
-        if made.service is not None:
-            desired.by_service.setdefault(made.service, set()).add(made)
+        desired.hold(made)
         for address, node_name in source.endpoints.items():
             desired.restore(made.name, address, node_name)
 
