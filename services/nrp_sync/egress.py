@@ -18,7 +18,8 @@ from schema.names import EGRESS_LABEL, NRP_FINALIZER
 from services.nrp_sync import images, operations
 from services.nrp_sync.core import member_of, settle, start, stirred
 from services.nrp_sync.diff import Key, possible
-from services.nrp_sync.sources import NOWHERE, Name, Reading, Source, parse_ip
+from services.nrp_sync.shapes import parse_ip
+from services.nrp_sync.sources import NOWHERE, Name, Reading, Source
 from services.nrp_sync.state import Pod, Release, State, Trace, stamp
 from services.nrp_sync.wishes import OutboundSpec, Refusal, read_egress
 

@@ -1,7 +1,7 @@
 """Nodes: where the addresses behind them are, and which families the cluster has.
 
 A node that changes its InternalIP moves what runs on it; one that is gone takes it along, also if
-the deletions of its pods never come. An IPv4 address in IPv6 clothes does not make a cluster dual.
+the deletions of its pods never come.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from services.nrp_sync import egress
 from services.nrp_sync.core import stirred
 from services.nrp_sync.sources import NOWHERE, Location, read_node
 from services.nrp_sync.state import State
-
-MAPPED = "::ffff:"
 
 
 def see_node(state: State, view: objects.Node, *, now: float) -> None:
@@ -39,7 +37,7 @@ def _put(state: State, name: str, location: Location, now: float) -> None:
 
 
 def _six(location: Location) -> bool:
-    return location.v6 is not None and not location.v6.startswith(MAPPED)
+    return location.v6 is not None
 
 
 def _tell_waiting(state: State, name: str) -> None:

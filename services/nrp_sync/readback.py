@@ -21,7 +21,8 @@ from services.nrp_sync.provider import (
     ServiceRegistration,
     asked,
 )
-from services.nrp_sync.sources import NONE, Kind, Name, Refs
+from services.nrp_sync.shapes import parse_ip
+from services.nrp_sync.sources import NONE, Kind, Name, Refs, family_of
 from services.nrp_sync.state import Comparing, Flight, OpKey, Snapshot, State
 from services.nrp_sync.steps import BALANCER, POOL, REGISTRATION, Mark, Phase
 from services.nrp_sync.wishes import (
@@ -187,17 +188,22 @@ def _adopt(state: State, kind: Kind, identity: str, shown: _Shown, now: float) -
 
 
 def _ours(snapshot: Snapshot) -> dict[str, dict[str, Refs]]:
-    """Locations and addresses, without what only the provider's own service uses."""
+    """Locations and addresses, without what only the provider's own service uses, and without what
+    can't be ours: no address, or another family than its location's."""
     found: dict[str, dict[str, Refs]] = {}
     for entry in snapshot.locations:
+        if parse_ip(entry.location) != entry.location:
+            continue
         addresses = {
             item.address: item.services
             if DEFAULT_SERVICE not in item.services
             else tuple(name for name in item.services if name != DEFAULT_SERVICE)
             for item in entry.addresses
+            if parse_ip(item.address) == item.address
+            and family_of(item.address) == family_of(entry.location)
         }
         ours = {address: names for address, names in addresses.items() if names}
-        if ours or not addresses:
+        if ours or not entry.addresses:
             found[entry.location] = ours
     return found
 

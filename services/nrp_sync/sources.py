@@ -8,7 +8,6 @@ node is its smallest InternalIP of each family, the same one in whatever order i
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -16,6 +15,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 from schema import objects
 from schema.names import SERVICE_NAME_LABEL
+from services.nrp_sync.shapes import parse_ip
 from services.nrp_sync.wishes import Family
 
 Kind: TypeAlias = Literal["inbound", "outbound"]
@@ -161,15 +161,6 @@ class Source:
 
 def family_of(address: str) -> Family:
     return 6 if ":" in address else 4
-
-
-def parse_ip(text: str) -> str | None:
-    """The canonical address in a text, None when it is none (a name, a zone, a prefix)."""
-    try:
-        address = str(ipaddress.ip_address(text.strip()))
-    except ValueError:
-        return None
-    return None if "%" in address else address
 
 
 def read_slice(view: objects.EndpointSlice, old: Source | None = None) -> Reading:

@@ -353,6 +353,21 @@ def test_what_is_not_ours_stays(row):
     assert w.history[1:] == []
 
 
+@rows("foreign-unusable")
+def test_what_can_not_be_ours_is_not_taken_for_known(row):
+    """Text that is no address, and addresses of the other family, are passed over."""
+    w = ready()
+    w.checks, p = False, w.provider
+    p.locations["nowhere"] = {"10.0.0.9": (WEB,)}
+    p.locations["::2"] = {"::3": (WEB,)}
+    p.locations["172.16.0.77"] = {"2001:db8::7": (WEB,), "x": (WEB,)}
+    w.state.read_wanted = True
+    w.run()
+    assert not {"nowhere", "::2", "172.16.0.77"} & w.rows.located.keys()
+    assert {key.location for key in w.rows.addresses} <= {A}
+    assert w.images().in_step
+
+
 @rows("I06", "8.5.48")
 def test_refused_service_that_is_provided_stays(row):
     """A Service that would be refused today keeps what the provider has for it."""

@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 
-from services.nrp_sync.sources import parse_ip, read_node
+from services.nrp_sync.shapes import parse_ip
+from services.nrp_sync.sources import read_node
 from services.nrp_sync.wishes import (
     IDLE_TIMEOUT,
     INTERNAL,
@@ -335,6 +336,11 @@ def test_only_internal_addresses_are_locations(kind):
         ("10.0.0.01", None),
         ("host.example", None),
         ("fe80::1%eth0", None),
+        ("::ffff:10.0.0.1", "10.0.0.1"),
+        ("::FFFF:a00:1", "10.0.0.1"),
+        ("::10.0.0.1", None),
+        ("::2", None),
+        ("64:ff9b::10.0.0.1", "64:ff9b::a00:1"),
         ("10.0.0.0/24", None),
         ("", None),
     ],

@@ -112,3 +112,23 @@ async def test_nothing_is_made_before_the_finalizer_is_seen(nats_url, database_u
         await eventually(released)
         assert not r.registered()
         assert not r.resources()
+
+
+async def test_odd_spellings_of_addresses_hold_up_nothing(nats_url, database_url):
+    """Spellings are one address, IPv4 in IPv6 clothes is IPv4, and what is none is left out."""
+    async with rig(nats_url, database_url) as r:
+        odd = ["2001:DB8:1:0:0::9", "::ffff:10.0.0.9", "::10.0.0.8", "::2", "fe80::1%eth0", "é"]
+        await r.seen(
+            node("n1", "::ffff:172.16.0.1", "2001:DB8:2::1"),
+            service("six", 6, ip_families=["IPv6"]),
+            service("four", 4),
+            slice_of("six-a", "six", odd, 101),
+            slice_of("four-a", "four", odd, 102),
+        )
+        await r.synced()
+        await r.start()
+        await r.settled(6, "2001:db8:1::9")
+        await r.settled(4, "10.0.0.9")
+        image = await r.reason("six", "Registered")
+        assert "4 malformed" in image.message
+        assert r.locations().keys() == {"172.16.0.1", "2001:db8:2::1"}
