@@ -12,11 +12,14 @@ Texts lose subscription ids and what looks like a token before anyone can log th
 
 import datetime
 import email.utils
+import math
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
+from services.nrp_sync.errors import LONGEST_WAIT
 from services.nrp_sync.provider import (
     AuthFailed,
     Conflict,
@@ -52,33 +55,31 @@ _TOKEN = re.compile(r"(bearer\s+)\S+|\beyJ[\w-]{8,}(\.[\w-]+)*", re.IGNORECASE)
 _LENGTH = 600
 
 
-class _Inner(msgspec.Struct):
-    code: str = ""
-    message: str = ""
-
-
-class _Body(msgspec.Struct):
-    """The usual shape, and the two that some front doors use."""
-
-    error: _Inner | None = None
-    status: str = ""
-    code: str = ""
-    message: str = ""
-
-
 def body_error(body: bytes) -> tuple[str, str] | None:
-    """Code and text of the error in a body; None when it speaks of none."""
+    """Code and text of the error in a body; None when it speaks of none.
+
+    The usual shape, and the two that some front doors use. An error whose parts are not what they
+    should be is an error all the same.
+    """
     try:
-        doc = msgspec.json.decode(body, type=_Body)
+        doc = msgspec.json.decode(body)
     except msgspec.DecodeError:
         return None
-    if doc.error is not None:
-        return doc.error.code or "Unspecified", doc.error.message
-    if doc.code:
-        return doc.code, doc.message
-    if doc.status.lower() in ("failed", "canceled"):
-        return doc.status, doc.message
-    return None
+    if not isinstance(doc, dict):
+        return None
+    error = doc.get("error")
+    if isinstance(error, dict):
+        return _said(error, "code") or "Unspecified", _said(error, "message")
+    if error is not None:
+        return "Unspecified", str(error)
+    status = _said(doc, "status")
+    code = _said(doc, "code") or (status if status.lower() in ("failed", "canceled") else "")
+    return (code, _said(doc, "message")) if code else None
+
+
+def _said(doc: dict[str, Any], field: str) -> str:
+    value = doc.get(field)
+    return "" if value is None else str(value)
 
 
 def classify(
@@ -137,12 +138,16 @@ def retry_after_of(headers: Mapping[str, str]) -> float | None:
 
 def _seconds(text: str, divisor: float) -> float | None:
     try:
-        return max(0.0, float(text) / divisor)
+        seconds = float(text) / divisor
     except ValueError:
         pass
+    else:
+        return min(max(0.0, seconds), LONGEST_WAIT) if math.isfinite(seconds) else None
     try:
         until = email.utils.parsedate_to_datetime(text)
     except ValueError:
         return None
-    now = datetime.datetime.now(until.tzinfo or datetime.UTC)
-    return max(0.0, (until - now).total_seconds())
+    if until.tzinfo is None:
+        until = until.replace(tzinfo=datetime.UTC)
+    seconds = (until - datetime.datetime.now(datetime.UTC)).total_seconds()
+    return min(max(0.0, seconds), LONGEST_WAIT)

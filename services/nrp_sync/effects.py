@@ -13,6 +13,7 @@ import structlog
 
 from services.nrp_sync import provider as port
 from services.nrp_sync.diff import LocationCall
+from services.nrp_sync.errors import LONGEST_WAIT
 from services.nrp_sync.provider import Provider, ProviderError, ServiceBatch
 from services.nrp_sync.state import Done, Failed, Outcome, Request, Snapshot
 from services.nrp_sync.steps import Failure, Verb
@@ -32,6 +33,7 @@ KINDS: Final[tuple[tuple[type[ProviderError], str], ...]] = (
     (port.Unreachable, "unreachable"),
     (port.Unreadable, "unreadable"),
 )
+LONGEST_TEXT: Final = 1000
 
 
 async def perform(provider: Provider, request: Request) -> Outcome:
@@ -43,10 +45,10 @@ async def perform(provider: Provider, request: Request) -> Outcome:
         return Failed(failure=failure_of(error), duration=time.monotonic() - began)
     except Exception as error:
         log.exception("nrp.call_failed", verb=request.verb, request=request.id)
-        failure = Failure(kind="unknown", code=type(error).__name__, message=str(error)[:500])
+        failure = Failure(kind="unknown", code=type(error).__name__, message=_text(str(error)))
         return Failed(failure=failure, duration=time.monotonic() - began)
     return Done(
-        provider_request=done.provider_request,
+        provider_request=_text(done.provider_request),
         address=done.address,
         snapshot=done.snapshot,
         duration=time.monotonic() - began,
@@ -57,12 +59,25 @@ def failure_of(error: ProviderError) -> Failure:
     kind = next((kind for cls, kind in KINDS if isinstance(error, cls)), "unknown")
     return Failure(
         kind=kind,
-        code=error.code,
-        message=error.message,
-        retry_after=error.retry_after,
-        provider_request=error.request_id,
+        code=_text(error.code),
+        message=_text(error.message),
+        retry_after=_wait(error.retry_after),
+        provider_request=_text(error.request_id),
         metric=error.metric_class,
     )
+
+
+def _text(said: str) -> str:
+    """What the provider said, as text that a row and an event can hold."""
+    clean = said[:LONGEST_TEXT].replace("\0", " ")
+    return clean.encode("utf-8", "replace").decode()
+
+
+def _wait(seconds: float | None) -> float | None:
+    """The wait that was asked for, None when it is no number of seconds."""
+    if seconds is None or not seconds >= 0.0:  # not a number compares with nothing
+        return None
+    return min(seconds, LONGEST_WAIT)
 
 
 async def _call(provider: Provider, request: Request) -> Done:

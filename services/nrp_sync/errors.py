@@ -4,7 +4,10 @@ Certainly nothing, unless the class is `Unknown`. An error names the operation, 
 provider's request id, never a token or a subscription.
 """
 
-from typing import Any
+from typing import Any, Final
+
+LONGEST_WAIT: Final = 3600.0
+"""Seconds; a provider that asks us to wait for longer is asked again after an hour."""
 
 
 class ProviderError(Exception):

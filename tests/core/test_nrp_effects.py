@@ -53,6 +53,24 @@ def test_each_error_has_its_kind(cls, kind):
     assert (failure.retry_after, failure.provider_request) == (7.0, "p")
 
 
+@pytest.mark.parametrize(
+    ("asked", "waits"),
+    [(1e300, 3600.0), (float("inf"), 3600.0), (float("nan"), None), (-1.0, None)],
+)
+def test_whatever_a_provider_says_fits_a_row(asked, waits):
+    """Texts that no row can hold are cleaned, waits without end are bounded."""
+    provider = MemoryProvider()
+    message = "no\0 \ud800" + "x" * 5000
+    provider.fail(
+        port.Throttled("put_public_ip", message, code="\0", request_id="\0", retry_after=asked)
+    )
+    failure = run_now(effects.perform(provider, putting())).failure
+    assert failure.retry_after == waits
+    for text in (failure.message, failure.code, failure.provider_request):
+        assert "\0" not in text
+        assert len(text.encode()) <= 1000
+
+
 def test_call_that_blows_up_may_have_been_applied():
     """[U07] A fault of our own is an outcome that nobody knows, and the process goes on."""
 
