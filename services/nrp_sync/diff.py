@@ -91,6 +91,8 @@ class Provided:
         self.unsettled: dict[str, int] = {}
         """Service to the number of addresses that differ and concern it."""
         self.population: dict[str, int] = {}
+        self.unknown = 0
+        """Addresses of which it is not known what the provider holds."""
         self.busy: set[str] = set()
         """Locations with a request under way."""
         self.stirred = False
@@ -144,6 +146,7 @@ class Provided:
         self._settle(seen, wish, 1)
 
     def _settle(self, seen: Seen, wish: Refs, step: int) -> None:
+        self.unknown += step if isinstance(seen, Maybe) else 0
         for name in {*possible(seen), *wish}:
             add(self.unsettled, name, step)
 

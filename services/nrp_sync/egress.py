@@ -312,6 +312,7 @@ def _tell(state: State, name: Name, now: float) -> None:
         images.forget(state, "pods", name, "", now)
         return
     holds = pod.accepted or (pod.finalizer and not pod.released)
+    images.let_go(state, key, carried=pod.finalizer and not holds, now=now)
     reason, message = _standing(state, pod)
     image = events.ProviderStateChanged(
         at=stamp(0.0),

@@ -35,6 +35,7 @@ def tell(state: State, name: Name, now: float) -> None:
         return
     image = image_of(state, service, op)
     key = ("services", name)
+    let_go(state, key, carried=service.finalizer and not image.finalizer, now=now)
     if state.told.get(key) == image:
         return
     state.told[key] = image
@@ -48,8 +49,26 @@ def restate(state: State, now: float) -> None:
         state.say(msgspec.structs.replace(state.told[key], at=stamp(now)))
 
 
+def let_go(state: State, key: tuple[str, Name], *, carried: bool, now: float) -> None:
+    """Note that an object may go. `carried`: our finalizer is still on it, so that it can't."""
+    if carried:
+        state.letting_go.setdefault(key, now + state.policy.finalizer_grace)
+    else:
+        state.letting_go.pop(key, None)
+
+
+def overdue(state: State, now: float) -> None:
+    """Count the objects that should have been let go by now, once for each grace time."""
+    for (plural, name), until in list(state.letting_go.items()):
+        if until <= now:
+            kind = "pod" if plural == "pods" else "service"
+            state.note(f"{kind}_finalizer_remove_failed_total")
+            state.letting_go[plural, name] = now + state.policy.finalizer_grace
+
+
 def forget(state: State, plural: str, name: Name, cause: str, now: float) -> None:
     """An object concerns us no more; whoever still keeps our finalizer on it is told."""
+    state.letting_go.pop((plural, name), None)
     old = state.told.pop((plural, name), None)
     if old is None:
         return

@@ -105,6 +105,7 @@ class Worker:
         """Outcomes that no transaction has taken yet."""
         self._wake = asyncio.Event()
         self._shown = 0.0
+        self._recoveries = metrics.Recoveries()
         self._fruitless = 0  # ticks since the last that began a request
         projection.start = self._start
         projection.reloaded = self._reloaded
@@ -128,7 +129,9 @@ class Worker:
         now = time.time()
         if now >= self._shown + 1.0:
             self._shown = now
-            metrics.gauge(self._projection.state, now, active=self._projector.active)
+            active = self._projector.active
+            metrics.gauge(self._projection.state, now, active=active)
+            self._recoveries.look(self._projection.state, active=active)
 
     async def _rest(self) -> None:
         """Until something is due, or something has been committed that may change what is."""

@@ -11,7 +11,8 @@ from typing import Final
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.nrp_sync.state import Note, State
+from services.nrp_sync.sources import Name
+from services.nrp_sync.state import Note, Pod, Service, State
 from services.nrp_sync.steps import Phase
 
 PREFIX: Final = "lbledger_nrp_sync_"
@@ -47,6 +48,17 @@ _counters: Final[dict[str, Counter]] = {
     "pod_finalizer_add_failed_total": _counter(
         "pod_finalizer_add_failed_total", "Egress pods that are served without our finalizer"
     ),
+    "pod_finalizer_remove_failed_total": _counter(
+        "pod_finalizer_remove_failed_total", "Times that a Pod let go still had our finalizer"
+    ),
+    "service_finalizer_remove_failed_total": _counter(
+        "service_finalizer_remove_failed_total",
+        "Times that a Service let go still had our finalizer",
+    ),
+    "service_external_ip_recovery_failed_total": _counter(
+        "service_external_ip_recovery_failed_total",
+        "Times that the provider had no address for a public IP in use",
+    ),
     "service_operations_parked_total": _counter(
         "service_operations_parked_total", "Operations that were parked", "reason"
     ),
@@ -76,6 +88,16 @@ _histograms: Final[dict[str, Histogram]] = {
         ("lane",),
         buckets=(0.005, 0.02, *_seconds),
     ),
+    "location_batch_addresses": Histogram(
+        PREFIX + "location_batch_addresses",
+        "Addresses in one batch",
+        buckets=(1, 2, 5, 10, 20, 50, 100, 200, 500, 1000),
+    ),
+    "location_batch_age_seconds": Histogram(
+        PREFIX + "location_batch_age_seconds",
+        "Age of the oldest change in a batch when it is sent",
+        buckets=(0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60),
+    ),
     "service_operation_retries": Histogram(
         PREFIX + "service_operation_retries",
         "Retries of an operation, once it succeeded or was parked",
@@ -95,8 +117,13 @@ _tracked = _gauge("tracked_services_total", "Services by where they are known", 
 _locations = _gauge("locations_total", "Locations at the provider")
 _addresses = _gauge("addresses_total", "Addresses at the provider")
 _differing = _gauge("differing_addresses", "Addresses that are not in step")
+_unknown = _gauge("unknown_addresses", "Of those, sent and not answered, or answered by nobody")
 _quarantined = _gauge("quarantined_entries", "Entries put aside after a refusal")
 _held = _gauge("pods_held", "Egress pods that wait for their addresses to leave")
+_scheduled = _counter(
+    "finalizers_recovery_scheduled_total", "Objects that waited to be let go when we became active"
+)
+_recovered = _counter("finalizers_recovered_total", "Of those, let go since")
 
 
 def count(notes: Iterable[Note]) -> None:
@@ -106,7 +133,8 @@ def count(notes: Iterable[Note]) -> None:
             counter = _counters[note.metric]
             (counter.labels(*note.labels) if note.labels else counter).inc(note.value)
         elif note.metric in _histograms:
-            _histograms[note.metric].labels(*note.labels).observe(note.value)
+            histogram = _histograms[note.metric]
+            (histogram.labels(*note.labels) if note.labels else histogram).observe(note.value)
         elif note.metric == "first_read":
             _initialization.set(time.monotonic() - _started)
 
@@ -134,5 +162,34 @@ def gauge(state: State, now: float, *, active: bool) -> None:
     _locations.set(len(provided.located))
     _addresses.set(sum(provided.population.values()))
     _differing.set(provided.differing())
+    _unknown.set(provided.unknown)
     _quarantined.set(len(state.quarantine))
     _held.set(sum(held.leaving for held in state.releases.values()))
+
+
+class Recoveries:
+    """Objects that a process finds waiting to be let go: counted once then, and once at the end."""
+
+    def __init__(self) -> None:
+        self._open: set[tuple[str, Name, str]] | None = None
+
+    def look(self, state: State, *, active: bool) -> None:
+        """Compare with what is there now. The first look counts what begins."""
+        if not active or state.provided.desired.loading:
+            return
+        if self._open is None:
+            self._open = {("services", n, s.uid) for n, s in state.services.items() if _waits(s)}
+            self._open |= {("pods", n, p.uid) for n, p in state.pods.items() if _waits(p)}
+            _scheduled.inc(len(self._open))
+        ended = {key for key in self._open if not _there(state, *key)}
+        _recovered.inc(len(ended))
+        self._open -= ended
+
+
+def _waits(seen: Service | Pod) -> bool:
+    return seen.finalizer and not (seen.accepted if isinstance(seen, Pod) else seen.claimed)
+
+
+def _there(state: State, plural: str, name: Name, uid: str) -> bool:
+    seen = state.services.get(name) if plural == "services" else state.pods.get(name)
+    return seen is not None and seen.uid == uid and _waits(seen)

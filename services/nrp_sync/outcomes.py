@@ -52,7 +52,7 @@ def finish(state: State, number: int, outcome: Outcome, now: float) -> None:
     state.ended[number] = _ended(outcome, now)
     _note_attempts(state, flight, outcome)
     if isinstance(outcome, Done):
-        lane.retries, lane.retry_at, lane.failure = 0, 0.0, None
+        lane.retries, lane.retry_at, lane.failure, lane.worked = 0, 0.0, None, True
         state.check_releases = True
         _succeeded(state, flight, outcome, now)
     else:
@@ -169,6 +169,8 @@ def _succeeded(state: State, flight: Flight, outcome: Done, now: float) -> None:
         op = state.operations[part.key]
         state.suspect_ops.pop(part.key, None)
         what, retries = purpose(op), op.retries
+        if part.step.verb is Verb.PUT_PUBLIC_IP and op.registered and not outcome.address:
+            state.note("service_external_ip_recovery_failed_total")
         operations.succeed(
             op, part.step, address=outcome.address, retrying=state.policy.retrying, now=now
         )
@@ -234,7 +236,8 @@ def _locations_failed(
     if not _one_entry_may_be_wrong(lane, failure):
         _back_off(state, lane, failure, now, "locations")
         if lane.retries == state.policy.retrying.tries:
-            state.note("location_sync_abandoned_total", "drain_attempts_exhausted")
+            when = "drain" if lane.worked else "init"
+            state.note("location_sync_abandoned_total", f"{when}_attempts_exhausted")
         return
     keys, size = _keys(call), call.size()
     if size > 1:

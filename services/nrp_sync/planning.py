@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import msgspec
 
 from schema import events
-from services.nrp_sync import egress, operations, readback
+from services.nrp_sync import egress, images, operations, readback
 from services.nrp_sync.core import settle
 from services.nrp_sync.diff import Key, LocationCall
 from services.nrp_sync.operations import Operation
@@ -51,6 +51,7 @@ NEVER = float("inf")
 def plan(state: State, now: float) -> None:
     """Begin every request that is due; they are in `state.outgoing` then."""
     egress.overdue(state, now)
+    images.overdue(state, now)
     readback.compare_some(state, now)
     _read(state, now)
     if not state.read_at or now < state.gate_until:
@@ -76,6 +77,7 @@ def next_due(state: State, now: float) -> float:
     """When the next request may be due if nothing happens before; infinity for never."""
     floor = state.gate_until
     due = [max(_read_due(state, now), floor), min(state.awaited.values(), default=NEVER)]
+    due.append(min(state.letting_go.values(), default=NEVER))
     if state.comparing is not None:
         due.append(now)
     if not state.read_at:
@@ -230,6 +232,8 @@ def _send_locations(state: State, now: float) -> None:
         if call is None:
             state.stuck = True
             return
+        state.note("location_batch_addresses", value=call.size())
+        state.note("location_batch_age_seconds", value=now - (state.stirred_since or now))
         alone = not state.lanes["locations"].flights
         _launch(state, "locations", "update_address_locations", call, now)
         left = state.provided.differing() - _under_way(state)

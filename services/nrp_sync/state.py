@@ -151,6 +151,8 @@ class Lane:
     retry_at: float = 0.0
     started_at: float = 0.0
     failure: Failure | None = None
+    worked: bool = False
+    """One has succeeded since our rows were read."""
 
 
 @dataclass(slots=True)
@@ -272,6 +274,8 @@ class State:
         self.check_releases = False
         self.awaited: dict[Name, float] = {}
         """Pods whose finalizer is not seen yet, and until when it is waited for."""
+        self.letting_go: dict[tuple[str, Name], float] = {}
+        """Objects that may go and still carry our finalizer, and from when that is a failure."""
         self.six_nodes = 0
         """How many nodes have an IPv6 address."""
         self.synced: set[str] = set()
