@@ -160,6 +160,7 @@ class NrpSettings(Section, frozen=True, kw_only=True):
     poll_s: float = 5.0  # between two looks at a long-running operation
     rate_limit: float = 0.0  # requests a second and kind that we allow ourselves; 0: no limit
     dual_stack: str = "reject"  # reject | first-family: serve a dual-stack Service in its first
+    egress_allowed: tuple[str, ...] = ()  # "NAMESPACE/GATEWAY", either with *; empty: everybody
     quiet_s: float = 0.1  # a change waits this long for more of its kind ...
     latency_s: float = 1.0  # ... but never longer than this
     interval_s: float = 0.1  # between two batches of addresses
@@ -341,6 +342,9 @@ def _check(settings: Settings) -> None:
         "applier.announcer", settings.applier.announcer, ("none", "kube-vip", "metallb", "cilium")
     )
     _choice("nrp.dual_stack", settings.nrp.dual_stack, ("reject", "first-family"))
+    for pair in settings.nrp.egress_allowed:
+        if pair.count("/") != 1 or not all(pair.split("/")):
+            raise ConfigError(f"nrp.egress_allowed has {pair!r}: must be NAMESPACE/GATEWAY")
     for name, value in (
         ("nrp.batch_addresses", settings.nrp.batch_addresses),
         ("nrp.batch_bytes", settings.nrp.batch_bytes),

@@ -129,7 +129,9 @@ def resume(state: State, op: Operation) -> None:
 
 def settle(state: State, op: Operation, now: float) -> None:
     """After any change of an operation: move it on, tell its addresses, end it when it is gone."""
-    operations.advance(op, mapped=op.identity in state.provided.mapped, now=now)
+    provided = state.provided
+    mapped = provided.desired.loading or op.identity in provided.mapped  # loading: not known yet
+    operations.advance(op, mapped=mapped, now=now)
     state.touch(op)
     member = member_of(state, op)
     state.provided.desired.set_member(member, ready=op.serving, family=_family(op))

@@ -21,7 +21,7 @@ from services.nrp_sync.diff import Key, possible
 from services.nrp_sync.shapes import parse_ip
 from services.nrp_sync.sources import NOWHERE, Name, Reading, Source
 from services.nrp_sync.state import Pod, Release, State, Trace, stamp
-from services.nrp_sync.wishes import OutboundSpec, Refusal, read_egress
+from services.nrp_sync.wishes import OutboundSpec, Refusal, read_egress, refuse_egress
 
 LIVE = ("Pending", "Running")
 WITHOUT = "ServiceGatewayFinalizerAddFailed"
@@ -33,7 +33,7 @@ def see_pod(state: State, view: objects.Pod, *, cause: str, now: float) -> None:
     old = state.pods.get(name)
     if old is not None and old.uid != view.metadata.uid:
         gone_pod(state, name, old.uid, now=now)
-    pod = _read(name, view, cause)
+    pod = _read(name, view, cause, state.policy.egress_allowed)
     if old is not None and old.uid == pod.uid:
         pod.asked_at, pod.without = old.asked_at, old.without
     elif told := state.told.get(("pods", name)):
@@ -57,10 +57,14 @@ def gone_pod(state: State, name: Name, uid: str, *, now: float) -> None:
     state.tell_pods.add(name)
 
 
-def _read(name: Name, view: objects.Pod, cause: str) -> Pod:
+def _read(name: Name, view: objects.Pod, cause: str, allowed: tuple[str, ...]) -> Pod:
     meta, status = view.metadata, view.status or objects.PodStatus()
     label = (meta.labels or {}).get(EGRESS_LABEL, "").strip()
-    identity = read_egress(label) if label else ""
+    read = read_egress(label) if label else ""
+    identity = read if isinstance(read, str) else ""
+    refusal = read if isinstance(read, Refusal) else None
+    if identity:
+        refusal = refuse_egress(name.namespace, identity, allowed)
     texts = [entry.ip for entry in status.pod_ips or () if entry.ip] or [status.pod_ip]
     addresses: list[str] = []
     malformed: list[str] = []
@@ -74,11 +78,9 @@ def _read(name: Name, view: objects.Pod, cause: str) -> Pod:
     return Pod(
         name=name,
         uid=meta.uid,
-        identity=identity if isinstance(identity, str) else "",
-        refusal=identity if isinstance(identity, Refusal) and live else _malformed(malformed, live),
-        accepted=live
-        and isinstance(identity, str)
-        and bool(identity and addresses and view.spec.node_name),
+        identity=identity,
+        refusal=refusal if live and refusal else _malformed(malformed, live),
+        accepted=live and refusal is None and bool(identity and addresses and view.spec.node_name),
         addresses=tuple(sorted(set(addresses))),
         node=view.spec.node_name,
         finalizer=NRP_FINALIZER in (meta.finalizers or ()),

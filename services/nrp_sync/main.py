@@ -59,6 +59,7 @@ def policy_of(settings: NrpSettings) -> Policy:
     return Policy(
         classless=settings.classless,
         first_family=settings.dual_stack == "first-family",
+        egress_allowed=settings.egress_allowed,
         limits=Limits(settings.batch_addresses, settings.batch_bytes),
         quiet=settings.quiet_s,
         latency=settings.latency_s,

@@ -42,6 +42,8 @@ class Policy(NamedTuple):
 
     classless: bool = False
     first_family: bool = False
+    egress_allowed: tuple[str, ...] = ()
+    """Patterns `NAMESPACE/GATEWAY` of who may leave by what; () for everybody by everything."""
     limits: Limits = Limits()
     quiet: float = 0.1
     """A change waits this long for more of its kind ..."""

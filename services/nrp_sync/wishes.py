@@ -8,6 +8,7 @@ is a value, never an exception. The order of a Service's ports is no part of a s
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatchcase
 from typing import Final, Literal, TypeAlias
 
 import msgspec
@@ -205,6 +206,19 @@ def read_egress(label: str) -> str | Refusal:
             "or '-', begin with a letter or digit, end with one or '_', and be no UID",
         )
     return identity
+
+
+def refuse_egress(namespace: str, identity: str, allowed: tuple[str, ...]) -> Refusal | None:
+    """Why a namespace's pods may not leave by a gateway, None when they may."""
+    wanted = f"{namespace}/{identity}"
+    if not allowed or any(fnmatchcase(wanted, pattern.lower()) for pattern in allowed):
+        return None
+    return Refusal(
+        reason="ServiceGatewayEgressNotAllowed",
+        field="metadata.labels",
+        message=f"the egress label is {identity!r}, by which namespace {namespace} may not leave: "
+        "nrp.egress_allowed does not list it",
+    )
 
 
 def is_uid(text: str) -> bool:

@@ -23,6 +23,7 @@ def test_the_environment_beats_the_file_and_the_file_the_defaults(tmp_path):
         ({"LBLEDGER_NATS_URLL": "x"}, ["LBLEDGER_NATS_URLL", "LBLEDGER_NATS_URL?"]),
         ({"LBLEDGER_HEALTH_PORT": "http"}, ["LBLEDGER_HEALTH_PORT", "'http'", "whole number"]),
         ({"LBLEDGER_APPLIER_ANNOUNCER": "bgp"}, ["applier.announcer", "'bgp'", "kube-vip"]),
+        ({"LBLEDGER_NRP_EGRESS_ALLOWED": "a/b,c"}, ["nrp.egress_allowed", "'c'", "NAMESPACE"]),
         ({"LBLEDGER_NATS_URL": "http://n"}, ["nats.url", "nats://"]),
         ({"LBLEDGER_DATABASE_URL": "mysql://u:secret@h/d"}, ["database.url", "postgresql://"]),
         ({"LBLEDGER_PROJECTOR_BATCH": "0"}, ["projector.batch", "0", "greater"]),

@@ -122,6 +122,39 @@ def test_label_that_names_no_gateway_is_told(row, label, reason):
     assert (image.reason, image.finalizer) == (reason, False)
 
 
+@rows("9.21")
+def test_gateways_can_be_kept_to_namespaces(row):
+    """Where it is set who may leave by what, others are left alone, and why is told."""
+    w = World(POLICY._replace(egress_allowed=("default/*", "team-*/Team-Gw")))
+    w.see(
+        node("n1", A),
+        pod("mine", 1, "shop", "10.0.0.1"),
+        pod("theirs", 2, "shop", "10.0.0.2", namespace="team-a"),
+        pod("own", 3, "team-gw", "10.0.0.3", namespace="team-a"),
+    )
+    w.run()
+    assert held(w) == {A: {"10.0.0.1": {"shop"}, "10.0.0.3": {"team-gw"}}}
+    image = w.state.told["pods", Name("team-a", "theirs")]
+    assert (image.reason, image.finalizer) == ("ServiceGatewayEgressNotAllowed", False)
+    assert "team-a" in image.message
+
+
+@rows("9.21-later")
+def test_pod_that_may_not_any_more_is_let_go_after_its_addresses(row):
+    """A start with narrower settings drains the pod first; its finalizer stays until then."""
+    w = begun(pod("p", 1, "shop", "10.0.0.1"), pod("q", 2, "shop", "10.0.0.2"))
+    w.run()
+    w.policy = w.policy._replace(egress_allowed=("other/*",))
+    w.restart()
+    assert has_finalizer(w, "p")
+    assert w.images("p", "pods").finalizer
+    w.run()
+    assert held(w) == {}
+    assert op(w) is None
+    assert not has_finalizer(w, "p")
+    assert w.images("p", "pods").reason == "ServiceGatewayEgressNotAllowed"
+
+
 @rows("G05")
 def test_malformed_address_is_left_out_alone(row):
     """The other address of the pod is sent, and why the one is not is told."""
