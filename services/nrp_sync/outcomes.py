@@ -246,6 +246,8 @@ def _locations_failed(
         return
     lane.retries = 0
     state.note("location_sync_terminal_errors_total")
+    # Perhaps what it refers to is not there any more: look, but not for each of many.
+    state.read_wanted |= now >= state.read_at + state.policy.retrying.cap
     cooldown = state.policy.retrying.cooldown
     for key in keys:
         state.suspects.pop(key, None)

@@ -165,6 +165,9 @@ def _compare(state: State, op: Operation, shown: _Shown, now: float) -> int:
     if (marks, applied, addresses) == (op.marks, op.applied, op.addresses):
         return 0
     op.marks, op.applied, op.addresses = marks, applied, addresses
+    for key in [key for key, kept in state.quarantine.items() if op.identity in kept.wish]:
+        del state.quarantine[key]  # what it was refused for is found, perhaps
+        state.dirty_quarantine.add(key)
     operations.conclude(op)
     settle(state, op, now)
     return 1

@@ -503,6 +503,25 @@ def test_drift_is_found_and_repaired(row, what):
     assert w.state.drift_found > 0
 
 
+@rows("drift-refused")
+def test_refusal_for_what_somebody_took_away_is_healed_at_once(row):
+    """An address refused since its registration is gone makes us look, register and send again."""
+    w = ready()
+    w.see(slice_of("web-a", "web", ["10.0.0.1"]))
+    w.run()
+    w.checks, p = False, w.provider
+    del p.services[WEB]
+    p.locations.clear()
+    w.now += 60
+    began = w.now
+    w.see(slice_of("web-a", "web", ["10.0.0.1", "10.0.0.2"]))
+    w.run()
+    assert p.locations == {A: {"10.0.0.1": (WEB,), "10.0.0.2": (WEB,)}}
+    assert w.now - began < POLICY.retrying.cooldown / 2
+    assert w.state.quarantine == {}
+    assert w.rows.quarantine == {}
+
+
 @rows("drift-race")
 def test_reading_says_nothing_of_what_changed_meanwhile(row):
     """What was sent or acknowledged while the reading went on is not undone by it."""
