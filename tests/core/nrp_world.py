@@ -24,6 +24,7 @@ from services.nrp_sync.provider import DEFAULT_SERVICE, ServiceBatch
 from services.nrp_sync.sources import Name, Source
 from services.nrp_sync.state import SOURCES, Failed, Outcome, Policy, Request, State
 from services.nrp_sync.steps import REMOVING
+from tests.core.nrp_sandbox import Hand
 
 FOREIGN = "172.16.0.99"
 """A location of the provider's own service, put there by hand."""
@@ -149,13 +150,17 @@ class Rows:
 
 
 class World:
-    def __init__(self, policy: Policy = POLICY, *, synced: bool = True) -> None:
+    def __init__(
+        self, policy: Policy = POLICY, *, synced: bool = True, provider: Any = None
+    ) -> None:
         self.now = 1_000.0
         self.policy = policy
-        self.provider = MemoryProvider()
+        self.provider = provider or MemoryProvider()
         self.state = State(policy, "test")
         self.rows = Rows()
         self.flying: list[Request] = []
+        self.late: list[tuple[float, Request]] = []
+        """Requests of dead processes that still arrive, and when."""
         self.said: list[events.Event] = []
         self.history: list[Request] = []
         self.objects: dict[tuple[str, Name], Any] = {}
@@ -258,6 +263,9 @@ class World:
 
     def tick(self, seconds: float = 0.0) -> None:
         self.now += seconds
+        for due in [due for due in self.late if due[0] <= self.now]:
+            self.late.remove(due)
+            self.reach(due[1])
         outcomes.release_orphans(self.state, self.now)
         planning.plan(self.state, self.now)
         self.settle()
@@ -291,28 +299,21 @@ class World:
     def edit(self, what: str, choose: Callable[[Iterable[str]], str]) -> None:
         """Change the provider by hand, as an operator might."""
         self.checks = False
-        provider = self.provider
+        provider, hand = self.provider, Hand(self.provider)
         places = [place for place in provider.locations if place != FOREIGN]
+        ours = [name for name, s in provider.services.items() if not s.default]
         if what == "location" and places:
-            del provider.locations[choose(places)]
+            hand.set_location(choose(places), {})
         elif what == "address":
-            provider.locations.setdefault(FOREIGN, {})["10.9.9.9"] = (DEFAULT_SERVICE,)
-            for held in provider.locations.values():
+            hand.set_location(FOREIGN, {"10.9.9.9": (DEFAULT_SERVICE,)})
+            for place in places:
+                held = dict(provider.locations[place])
                 held.pop("10.0.0.1", None)
-            provider.locations = {k: v for k, v in provider.locations.items() if v}
+                hand.set_location(place, held)
         elif what == "balancer" and provider.load_balancers:
-            name = choose(provider.load_balancers)
-            balancer = provider.load_balancers[name]
-            provider.load_balancers[name] = msgspec.structs.replace(balancer, rules=())
-        elif what == "service":
-            ours = [name for name, s in provider.services.items() if not s.default]
-            if ours:
-                gone = choose(ours)
-                del provider.services[gone]
-                for place, held in list(provider.locations.items()):
-                    left = {a: tuple(n for n in names if n != gone) for a, names in held.items()}
-                    provider.locations[place] = {a: names for a, names in left.items() if names}
-                provider.locations = {k: v for k, v in provider.locations.items() if v}
+            hand.drop_rules(choose(provider.load_balancers))
+        elif what == "service" and ours:
+            hand.drop_service(choose(ours))
 
     def advance(self) -> None:
         """On to the next moment at which something is due."""

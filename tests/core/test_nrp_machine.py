@@ -1,4 +1,4 @@
-"""The core against a provider with faults, in any order: it always ends at exact equality."""
+"""The core against the sandbox's provider, with faults, in any order: it ends at exact equality."""
 
 from datetime import UTC, datetime
 
@@ -13,6 +13,7 @@ from services.nrp_sync.diff import Limits
 from services.nrp_sync.sources import Name
 from services.nrp_sync.state import SOURCES
 from services.nrp_sync.steps import Retrying
+from tests.core.nrp_sandbox import SandboxProvider
 from tests.core.nrp_world import POLICY, World, node, pod, service, slice_of
 
 NODES = ("n1", "n2", "n3")
@@ -32,7 +33,7 @@ class NrpMachine(RuleBasedStateMachine):
         policy = POLICY._replace(
             limits=Limits(addresses=3), retrying=Retrying(tries=4, cooldown=20)
         )
-        self.world = World(policy)
+        self.world = World(policy, provider=SandboxProvider())
         self.count = 0
 
     def fresh(self):
@@ -200,11 +201,16 @@ class NrpMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def killed(self, data):
-        """The process dies; of the requests under way some reach the provider, some never do."""
-        for request in list(self.world.flying):
-            if data.draw(st.booleans()):
-                self.world.reach(request)
-        self.world.restart()
+        """The process dies; its requests reach the provider before, after, out of order, never."""
+        world = self.world
+        for request in data.draw(st.permutations(world.flying)):
+            match data.draw(st.sampled_from(["before", "after", "never"])):
+                case "before":
+                    world.reach(request)
+                case "after":
+                    delay = data.draw(st.floats(0.0, 0.9)) * world.policy.orphan_grace
+                    world.late.append((world.now + delay, request))
+        world.restart()
 
     @rule()
     def listed_anew(self):

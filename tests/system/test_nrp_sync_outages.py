@@ -8,7 +8,7 @@ import pytest
 
 from sandbox.nrp import Fault, Plan
 from services.kit import migrate
-from tests.system.nrp_rig import node, rig, service, slice_of, uid
+from tests.system.nrp_rig import node, pod, rig, service, slice_of, uid
 from tests.waiting import eventually
 
 
@@ -78,12 +78,83 @@ async def test_two_replicas_send_nothing_twice(nats_url, database_url):
         assert [e.op for e in r.changes()].count("put_load_balancer") == 1
 
 
+class Cluster:
+    """Services, pods and what the provider should hold for them, changed at random."""
+
+    def __init__(self, r, chance):
+        self.r, self.chance = r, chance
+        self.services = {}  # name -> (number of its uid, {address: node})
+        self.pods = {}  # number -> (gateway, address, node)
+        self.made = 0
+
+    async def change(self):
+        """One thing happens."""
+        change = self.chance.choices(
+            [self.backends, self.service_replaced, self.pod_seen, self.pod_gone], [6, 1, 3, 2]
+        )
+        await change[0]()
+
+    def place(self):
+        return f"n{self.chance.randint(1, 3)}"
+
+    async def backends(self):
+        name = f"s{self.chance.randint(1, 4)}"
+        number = self.services.get(name, (0,))[0] or self.fresh()
+        ends = {f"10.0.{name[1]}.{self.chance.randint(1, 20)}": self.place() for _ in range(5)}
+        self.services[name] = number, ends
+        await self.r.seen(service(name, number), self.slice(name))
+
+    def fresh(self):
+        self.made += 1
+        return self.made
+
+    def slice(self, name):
+        return slice_of(f"{name}-a", name, list(self.services[name][1].items()), 100 + int(name[1]))
+
+    async def service_replaced(self):
+        """Deleted, and at once another one of the same name."""
+        if self.services:
+            name = self.chance.choice(sorted(self.services))
+            number, ends = self.services[name]
+            await self.r.feeder.gone(service(name, number))
+            self.services[name] = self.fresh(), ends
+            await self.r.seen(service(name, self.services[name][0]))
+
+    async def pod_seen(self):
+        number = self.chance.randint(200, 205)
+        gateway = self.chance.choice(["shop", "mail"])
+        self.pods[number] = gateway, f"10.0.9.{number}", self.place()
+        await self.r.seen(self.pod(number))
+
+    def pod(self, number):
+        gateway, address, place = self.pods[number]
+        return pod(f"p{number}", number, gateway, address, node_name=place)
+
+    async def pod_gone(self):
+        if self.pods:
+            number = self.chance.choice(sorted(self.pods))
+            await self.r.feeder.gone(self.pod(number))
+            del self.pods[number]
+
+    def held(self):
+        """Location to address to services, registrations, and names of resources."""
+        places = {}
+        ends = [(a, n, uid(number)) for number, e in self.services.values() for a, n in e.items()]
+        ends += [(address, n, gateway) for gateway, address, n in self.pods.values()]
+        for address, n, owner in ends:
+            places.setdefault(f"172.16.0.{n[1]}", {}).setdefault(address, set()).add(owner)
+        names = {uid(number) for number, _ in self.services.values()}
+        names |= {gateway for gateway, _, _ in self.pods.values()}
+        return places, names, names | {f"{name}-pip" for name in names}
+
+
 @pytest.mark.parametrize("seed", [1])
 @pytest.mark.timeout(300)
 async def test_killed_again_and_again_it_ends_at_equality(nats_url, database_url, seed):
     """SIGKILL at any moment, under faults: in the end the provider holds exactly what is wanted."""
     chance = random.Random(seed)
     async with rig(nats_url, database_url, LBLEDGER_NRP_REQUEST_TIMEOUT_S="2") as r:
+        cluster = Cluster(r, chance)
         await r.seen(*(node(f"n{n}", f"172.16.0.{n}", number=900 + n) for n in (1, 2, 3)))
         await r.synced()
         kinds = ("error", "applied_error", "drop", "applied_drop", "slow")
@@ -91,33 +162,26 @@ async def test_killed_again_and_again_it_ends_at_equality(nats_url, database_url
             Fault(kind=kind, op="*", status=503, probability=0.08, seconds=0.5) for kind in kinds
         ]
         r.server.faults.set(Plan(seed=seed, faults=faults))
-        wanted = {}
         for _ in range(3):
             process = await r.spawn()
-            seen = len(r.server.journal.entries)
             for _ in range(25):
-                number = chance.randint(1, 4)
-                wanted[number] = {f"10.0.{number}.{chance.randint(1, 20)}" for _ in range(5)}
-                places = [(address, f"n{len(address) % 3 + 1}") for address in wanted[number]]
-                await r.seen(
-                    service(f"s{number}", number),
-                    slice_of(f"s{number}-a", f"s{number}", places, 100 + number),
-                )
-            moment = chance.randint(1, 25)
-            await eventually(
-                lambda n=seen + moment: len(r.server.journal.entries) >= n, 60, interval=0.001
-            )
+                await cluster.change()
+            moment = len(r.changes()) + chance.randint(1, 20)
+            async with asyncio.timeout(60):
+                while len(r.changes()) < moment:
+                    await cluster.change()
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(chance.random() * 0.05)  # before, at or after an answer or a commit
             process.send_signal(signal.SIGKILL)
             await process.wait()
         r.server.faults.set(Plan())
         await r.start()
-        for number, addresses in wanted.items():
-            await r.settled(number, *addresses, timeout=60)
-        assert r.registered() == {uid(number) for number in wanted}
-        names = {uid(number) for number in wanted}
-        await eventually(lambda: r.resources() == names | {f"{name}-pip" for name in names})
+        await eventually(
+            lambda: (r.locations(), r.registered(), r.resources()) == cluster.held(), 60
+        )
 
         async def sure():
             return not await r.rows("select 1 from nrp_sync.address where not sure")
 
         await eventually(sure)
+        await eventually(lambda: all_answered(r))
