@@ -15,18 +15,21 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from services.nrp_sync.memory_gateway import (
+    in_use,
+    locations_after,
+    refused,
+    services_after,
+    shown_locations,
+)
 from services.nrp_sync.provider import (
     DEFAULT_SERVICE,
     Ack,
     Action,
-    Address,
     AddressLocation,
-    InUse,
-    Invalid,
     LoadBalancer,
     LocationBatch,
     NatGateway,
-    OverlayMappings,
     PreconditionFailed,
     ProviderError,
     ProviderSettings,
@@ -108,132 +111,39 @@ class MemoryProvider:
     def _ack(self) -> Ack:
         return Ack(request_id=f"memory-{next(self._numbers)}")
 
-    # -- services ---------------------------------------------------------------------------
+    # -- the gateway's collections ------------------------------------------------------------
 
     async def update_services(self, batch: ServiceBatch, *, request_id: str = "") -> Ack:
         """See the port."""
         if not batch.services and batch.action is Action.PARTIAL:
             return Ack(request_id="", status=0)
-        return self._call("update_services", lambda: self._update_services(batch))
 
-    def _update_services(self, batch: ServiceBatch) -> Ack:
-        op = "update_services"
-        after = dict(self.services)
-        if batch.action is Action.FULL:
-            after = {name: kept for name, kept in after.items() if kept.default}
-        seen: set[str] = set()
-        for update in batch.services:
-            wanted = update.service
-            name = wanted.name.lower()
-            if name == DEFAULT_SERVICE or wanted.default:
-                raise _refused(
-                    op,
-                    "MultipleDefaultServicesNotAllowedInServiceGateway",
-                    f"service {wanted.name}: the gateway has its default service already",
-                )
-            if name in seen:
-                raise _refused(op, "DuplicateServicesInRequest", f"{name} is listed twice")
-            seen.add(name)
-            if update.delete:
-                after.pop(name, None)
-            else:
-                after[name] = self._registration(name, wanted)
-        gone = self.services.keys() - after.keys()
-        if gone:
-            self._check_unmapped(op, gone)
-        self.services = after
-        return self._ack()
+        def update() -> Ack:
+            self.services = services_after(
+                self.services, batch, self.locations, self.load_balancers, self.nat_gateways
+            )
+            return self._ack()
 
-    def _check_unmapped(self, op: str, gone: set[str]) -> None:
-        for held in self.locations.values():
-            for names in held.values():
-                for name in gone.intersection(names):
-                    raise OverlayMappings(
-                        op,
-                        f"service {name} still has overlay mappings",
-                        code="ServiceWithOverlayMappingsCannotBeDeleted",
-                        status=400,
-                    )
-
-    def _registration(self, name: str, wanted: ServiceRegistration) -> ServiceRegistration:
-        known: tuple[tuple[str, str | None, dict[str, LoadBalancer] | dict[str, NatGateway]], ...]
-        known = (
-            ("load balancer", wanted.load_balancer, self.load_balancers),
-            ("NAT gateway", wanted.nat_gateway, self.nat_gateways),
-        )
-        for what, target, there in known:
-            if target is not None and target.lower() not in there:
-                raise _refused(
-                    "update_services",
-                    "InvalidResourceReference",
-                    f"service {name}: {what} {target} does not exist",
-                )
-        return msgspec.structs.replace(
-            wanted,
-            name=name,
-            load_balancer=wanted.load_balancer.lower() if wanted.load_balancer else None,
-            nat_gateway=wanted.nat_gateway.lower() if wanted.nat_gateway else None,
-        )
+        return self._call("update_services", update)
 
     async def list_services(self) -> list[ServiceRegistration]:
         """See the port."""
         return self._call("list_services", lambda: _by_name(self.services))
 
-    # -- locations --------------------------------------------------------------------------
-
     async def update_address_locations(self, batch: LocationBatch, *, request_id: str = "") -> Ack:
         """See the port."""
         if not batch.locations and batch.action is Action.PARTIAL:
             return Ack(request_id="", status=0)
-        return self._call("update_address_locations", lambda: self._update_locations(batch))
 
-    def _update_locations(self, batch: LocationBatch) -> Ack:
-        after = {} if batch.action is Action.FULL else dict(self.locations)
-        for entry in batch.canonical().locations:
-            self._check_location(entry)
-            held = {} if entry.action is Action.FULL else dict(after.get(entry.location, {}))
-            if not entry.addresses:
-                held = {}
-            held.update({item.address: item.services for item in entry.addresses})
-            held = {address: names for address, names in held.items() if names}
-            if held:
-                after[entry.location] = held
-            else:
-                after.pop(entry.location, None)
-        self.locations = after
-        return self._ack()
+        def update() -> Ack:
+            self.locations = locations_after(self.locations, batch, self.services)
+            return self._ack()
 
-    def _check_location(self, entry: AddressLocation) -> None:
-        op = "update_address_locations"
-        try:
-            family = ipaddress.ip_address(entry.location).version
-            families = [(i, ipaddress.ip_address(i.address).version) for i in entry.addresses]
-        except ValueError as error:
-            raise _refused(op, "InvalidIPAddress", str(error)) from error
-        for item, version in families:
-            if version != family:
-                code = f"IPv{family}LocationCannotContainIPv{version}Addresses"
-                raise _refused(op, code, f"{item.address} under {entry.location}")
-            for name in item.services:
-                if name not in self.services:
-                    raise _refused(op, "ServiceNotFound", f"{item.address}: no service {name}")
+        return self._call("update_address_locations", update)
 
     async def list_address_locations(self) -> list[AddressLocation]:
         """See the port."""
-
-        def shown() -> list[AddressLocation]:
-            return [
-                AddressLocation(
-                    location=location,
-                    addresses=tuple(
-                        Address(address=address, services=names)
-                        for address, names in sorted(held.items())
-                    ),
-                )
-                for location, held in sorted(self.locations.items())
-            ]
-
-        return self._call("list_address_locations", shown)
+        return self._call("list_address_locations", lambda: shown_locations(self.locations))
 
     # -- public IPs -------------------------------------------------------------------------
 
@@ -245,7 +155,7 @@ class MemoryProvider:
         def put() -> PublicAddress:
             old = self._check_etag("put_public_ip", self.public_ips, wanted.name, if_match)
             if old is not None and old.family != wanted.family:
-                raise _refused(
+                raise refused(
                     "put_public_ip",
                     "PublicIPAddressVersionCannotBeChanged",
                     f"{wanted.name} is IPv{old.family}, that cannot change",
@@ -293,7 +203,7 @@ class MemoryProvider:
         def delete() -> None:
             user = self._user_of(name.lower())
             if user is not None:
-                raise _in_use(
+                raise in_use(
                     "delete_public_ip",
                     "PublicIPAddressCannotBeDeleted",
                     f"public IP {name} is used by {user}",
@@ -315,7 +225,7 @@ class MemoryProvider:
             self._check_public_ip(op, wanted.name, wanted.public_ip, 4, 6)
             backends = {(rule.protocol, rule.backend_port) for rule in wanted.rules}
             if len(backends) < len(wanted.rules):
-                raise _refused(
+                raise refused(
                     op,
                     "RulesUseSameBackendPortProtocolAndPool",
                     f"{wanted.name}: two rules share protocol and backend port",
@@ -388,7 +298,7 @@ class MemoryProvider:
             self._check_unregistered("delete_nat_gateway", name, "InUseNatGateway")
             held = self.nat_gateways.get(name.lower())
             if held is not None and held.attached:
-                raise _in_use(
+                raise in_use(
                     "delete_nat_gateway",
                     "InUseNatGatewayCannotBeDeleted",
                     f"{name} is attached to the service gateway",
@@ -431,14 +341,14 @@ class MemoryProvider:
     def _check_public_ip(self, op: str, user: str, public_ip: str, *families: int) -> None:
         held = self.public_ips.get(public_ip.lower())
         if held is None or held.family not in families:
-            raise _refused(
+            raise refused(
                 op,
                 "InvalidResourceReference",
                 f"{user}: public IP {public_ip} does not exist or is of the other family",
             )
         other = self._user_of(public_ip.lower())
         if other is not None and other != user.lower():
-            raise _in_use(
+            raise in_use(
                 op, "PublicIPAddressInUse", f"{user}: public IP {public_ip} is used by {other}"
             )
 
@@ -446,7 +356,7 @@ class MemoryProvider:
         for service in self.services.values():
             target = service.load_balancer if "Balancer" in code else service.nat_gateway
             if target == name.lower():
-                raise _in_use(
+                raise in_use(
                     op, f"{code}CannotBeDeleted", f"{name} is used by service {service.name}"
                 )
 
@@ -458,11 +368,3 @@ def _by_name(held: dict[str, T]) -> list[T]:
 def _hosts(network: str) -> Iterator[str]:
     for address in ipaddress.ip_network(network).hosts():
         yield canonical_ip(str(address))
-
-
-def _refused(op: str, code: str, message: str) -> Invalid:
-    return Invalid(op, message, code=code, status=400)
-
-
-def _in_use(op: str, code: str, message: str) -> InUse:
-    return InUse(op, message, code=code, status=400)
