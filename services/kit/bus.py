@@ -4,6 +4,9 @@ This is transport only: it knows no event. A publish is stored exactly once or s
 reader gets every message after its position in order, or is told that the stream no longer
 continues there. Outages are waited out; only what a caller must decide is raised. The position of
 a reader is its own to keep: nothing is acknowledged to the server.
+
+`tell` and `listen` are for words between replicas that nobody needs tomorrow: no stream keeps them,
+and each may be lost.
 """
 
 import asyncio
@@ -112,6 +115,22 @@ class Bus:
 
     async def get(self, stream: str, seq: int) -> Message | None:
         return await bus_streams.get(self._link, stream, seq)
+
+    @property
+    def max_payload(self) -> int:
+        """Bytes of one message, as the server has it."""
+        return self._link.max_payload
+
+    def tell(self, subject: str, data: bytes) -> bool:
+        """Send to whoever listens now, for as long as there is a connection; never blocks."""
+        if not self._link.connected:
+            return False
+        self._link.send(subject, "", b"", data)
+        return True
+
+    def listen(self, subject: str, listener: Callable[[bytes], None]) -> None:
+        """Hear what is told on a subject, for as long as the bus is open. Must not block."""
+        self._link.listen(subject, lambda _subject, _reply, _headers, data: listener(data))
 
     def last_per_subject(
         self, stream: str, filter_subject: str, *, headers_only: bool = False

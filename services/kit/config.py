@@ -140,6 +140,9 @@ class ProberSettings(Section, frozen=True, kw_only=True):
     hold_share: float = 0.9  # of the backends that are on record as ready,
     hold_backends: int = 6  # at least so many,
     hold_load_balancers: int = 3  # of at least so many load balancers
+    # Replicas share the checks; the share of one that is silent for this long goes to the others.
+    # 0: only the active one checks.
+    replica_silence_s: float = 1.5
 
 
 class NrpSettings(Section, frozen=True, kw_only=True):

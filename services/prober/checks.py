@@ -86,6 +86,7 @@ class Engine:
         self._last = 0.0  # when the last step ended
         self.late = 0.0  # the worst start of the last step, after its due time
         self.started = 0
+        self.repeated = 0  # targets that are checked again and again
 
     @property
     def in_flight(self) -> int:
@@ -98,15 +99,18 @@ class Engine:
     def fileno(self) -> int:
         return self._epoll.fileno()
 
-    def add(self, target: Target, *, at_once: bool) -> None:
-        """Begin to check a target: now, or somewhere within its period."""
+    def add(self, target: Target, *, at_once: bool, wait: float | None = None) -> None:
+        """Begin to check a target: now, after so many seconds, or somewhere within its period."""
+        self.repeated += not target.alive
         target.alive = True
         target.fresh = at_once
-        wait = 0.0 if at_once else self._rng.random() * target.check.period
+        if wait is None:
+            wait = 0.0 if at_once else self._rng.random() * target.check.period
         self._schedule(target, self._clock() + wait)
 
     def remove(self, target: Target) -> None:
         """Stop checking a target; a check under way is not reported any more."""
+        self.repeated -= target.alive
         target.alive = False
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ipaddress
 import resource
+from dataclasses import dataclass
 from typing import Final
 
 import structlog
@@ -23,23 +24,45 @@ from services.prober.images import Dummies
 from services.prober.monitor import EVERYTHING_FAILED, Monitor
 from services.prober.plan import Defaults, usable
 from services.prober.projection import Judgement, Prober, Settle
+from services.prober.sharing import Sharing
 from services.prober.verdicts import OwnFault
 
 log = structlog.get_logger()
 _misplaced = Gauge(
     "lbledger_prober_dummy_in_pod_network", "1 while the dummy could be the address of a pod"
 )
+_share = Gauge("lbledger_prober_share", "Checks that this replica repeats now")
 LOOK_S: Final = 0.1
+LEAST_SILENCE_S: Final = 0.3  # three beats of the loop that keeps an eye on things
 SPARE_DESCRIPTORS: Final = 256
 
 
+@dataclass
+class _Parts:
+    projector: Projector
+    projection: Prober
+    monitor: Monitor
+    driver: Driver
+    sharing: Sharing
+
+
 async def run(rt: Runtime) -> None:
+    parts, dial = _assemble(rt)
+    parts.sharing.serve(await rt.bus(), parts.monitor.engine, dial, parts.driver.nudge)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(parts.projector.run())
+        group.create_task(parts.driver.run(rt.stop))
+        group.create_task(_supervise(rt, parts))
+
+
+def _assemble(rt: Runtime) -> tuple[_Parts, DialMap]:
     settings = rt.settings.prober
     defaults, dummies, dial = read_settings(settings)
     dialogues = _dialogues(settings.ca_file)
     projection = Prober(defaults, dummies)
     projector = Projector(rt, projection)
     limit = _sockets(settings.max_in_flight)
+    sharing = Sharing(settings.replica_silence_s)
 
     def submit(judgement: Judgement) -> bool:
         try:
@@ -51,13 +74,16 @@ async def run(rt: Runtime) -> None:
     monitor = Monitor(
         state=lambda: projection.state,
         submit=submit,
-        make_engine=lambda report: Engine(report, max_in_flight=limit, dialogues=dialogues),
+        make_engine=lambda take: Engine(
+            sharing.taking(take), max_in_flight=limit, dialogues=dialogues
+        ),
         dial=dial,
         fault=OwnFault(
             share=settings.hold_share,
             targets=settings.hold_backends,
             owners=settings.hold_load_balancers,
         ),
+        leader=sharing.leader,
     )
     driver = Driver(monitor.engine)
 
@@ -69,31 +95,35 @@ async def run(rt: Runtime) -> None:
                 projector.submit(Settle())
 
     projection.on_commit = committed
-    async with asyncio.TaskGroup() as group:
-        group.create_task(projector.run())
-        group.create_task(driver.run(rt.stop))
-        group.create_task(_supervise(rt, projector, projection, monitor, driver))
+    return _Parts(projector, projection, monitor, driver, sharing), dial
 
 
-async def _supervise(
-    rt: Runtime, projector: Projector, projection: Prober, monitor: Monitor, driver: Driver
-) -> None:
-    """Probe while this replica may, from what is on record; decide what was left over."""
+async def _supervise(rt: Runtime, parts: _Parts) -> None:
+    """Judge while this replica may, from what is on record, and decide what was left over; while
+    another one may, make the checks that it asks for."""
+    projection, monitor, sharing = parts.projection, parts.monitor, parts.sharing
     loads = 0
     while not await wait_or_stop(rt.stop, LOOK_S):
-        active = projector.active
+        active = parts.projector.active
         if active and (not monitor.running or loads != projection.loads):
             loads = projection.loads
+            sharing.follow(False)
             monitor.start()
-            driver.nudge()
+            parts.driver.nudge()
         elif not active and monitor.running:
             log.warning("prober.paused", why="this replica does not hold the fence now")
             monitor.stop()
+        if active:
+            monitor.tick()
+        else:
+            sharing.follow(True)
         if active and projection.unsettled:
-            await projector.asubmit(Settle())
+            await parts.projector.asubmit(Settle())
+        _share.set(monitor.engine.repeated)
         rt.health.set("checks", not monitor.holding, EVERYTHING_FAILED)
         _report_dummy(projection.misplaced_dummy())
     monitor.stop()
+    sharing.follow(False)
 
 
 def _report_dummy(misplaced: tuple[str, str] | None) -> None:
@@ -126,6 +156,12 @@ def read_settings(settings: ProberSettings) -> tuple[Defaults, Dummies, DialMap]
             raise ConfigError(f"prober.{name} is {value}: must be greater than 0")
     if not 0.5 <= settings.hold_share <= 1:
         raise ConfigError(f"prober.hold_share is {settings.hold_share}: must be 0.5 to 1")
+    silence = settings.replica_silence_s
+    if silence and not LEAST_SILENCE_S <= silence <= settings.period_s:
+        raise ConfigError(
+            f"prober.replica_silence_s is {silence:g}: must be {LEAST_SILENCE_S:g} to"
+            f" prober.period_s ({settings.period_s}), or 0 for no sharing"
+        )
     if settings.timeout_s > settings.period_s:
         raise ConfigError(
             f"prober.timeout_s is {settings.timeout_s}: must be at most prober.period_s"

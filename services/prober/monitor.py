@@ -4,12 +4,15 @@ The record (what is committed) leads: a verdict is submitted while the checks' o
 it, again with every further result until it is on record, so none is lost to a failed transaction
 or a full queue. Probing goes on only while this replica may have effects; after a restart or a
 take-over every backend starts from its verdict on record, and nothing flaps.
+
+Other replicas may make some of the checks; their results come in here and are taken like our own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
+from itertools import chain
 from typing import Final
 
 import structlog
@@ -20,8 +23,11 @@ from services.prober.checks import Engine
 from services.prober.core import State
 from services.prober.dialling import DialMap
 from services.prober.images import Hold, Verdict
+from services.prober.leader import Leader
+from services.prober.placing import Places
 from services.prober.plan import Check, Plan
 from services.prober.projection import Judgement
+from services.prober.shares import ANYWHEN
 from services.prober.targets import Outcome, Target
 from services.prober.verdicts import (
     HEALTHY,
@@ -30,9 +36,9 @@ from services.prober.verdicts import (
     UNHEALTHY,
     UNKNOWN,
     WAIT,
-    Opinion,
     OwnFault,
 )
+from services.prober.watched import NOBODY, Watched
 
 log = structlog.get_logger()
 _checks = Counter("lbledger_prober_checks_total", "Finished checks", ["result"])
@@ -51,22 +57,9 @@ EVERYTHING_FAILED: Final = (
     " prober's own network, the last verdicts stand"
 )
 LOOK: Final = timedelta(seconds=0.1)  # between two looks at what is held
+ASKED: Final = "asked"  # another replica has the next word
 
 Key = tuple[str, str, int]  # uid, address and own port of a backend
-
-
-class _Watched:
-    """A backend of one load balancer. Compared by identity; the fault guard samples it."""
-
-    __slots__ = ("address", "at", "live", "ok", "opinion", "owner", "targets", "uid", "unmade")
-
-    def __init__(self, owner: str, uid: str, address: str) -> None:
-        self.owner, self.uid, self.address = owner, uid, address
-        self.live = False  # ready on record
-        self.opinion = Opinion()
-        self.targets: tuple[Target, ...] = ()  # in the order of the opinion's checks
-        self.ok, self.at = False, 0.0  # the last result, and when that check was started
-        self.unmade = 0  # checks in a row that could not be made, for a reason of ours
 
 
 class Monitor:
@@ -78,22 +71,26 @@ class Monitor:
         submit: Callable[[Judgement], bool],
         make_engine: Callable[[Callable[[list[Outcome]], None]], Engine],
         dial: DialMap,
-        fault: OwnFault[_Watched],
+        fault: OwnFault[Watched],
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+        leader: Leader | None = None,
     ) -> None:
         self._state = state
         self._submit = submit
         self._dial = dial
         self._fault = fault
         self._clock = clock
-        self._watched: dict[str, dict[Key, _Watched]] = {}  # by owner
+        self._watched: dict[str, dict[Key, Watched]] = {}  # by owner
         self._suspects: set[str] = set()  # owners with failures that are held
-        self._pending: dict[_Watched, None] = {}  # failures that wait for evidence whose fault
-        self._unmade: dict[str, dict[_Watched, str]] = {}  # owner -> what was not checked, why
+        self._pending: dict[Watched, None] = {}  # failures that wait for evidence whose fault
+        self._unmade: dict[str, dict[Watched, str]] = {}  # owner -> what was not checked, why
         self._held: set[str] = set()  # owners that are held on record
         self._looked = datetime.min.replace(tzinfo=UTC)
         self._total = 0
         self.engine = make_engine(self.take)
+        self._leader = leader or Leader()
+        self._leader.attach(self.engine, self.feed, self._settle_all)
+        self._places = Places(self._leader, fault)
         self.running = False
 
     # --- what to check ---
@@ -101,15 +98,19 @@ class Monitor:
     def start(self) -> None:
         """Begin to check everything, from the verdicts on record."""
         self.running = True
+        self._leader.start()
         for uid in [*self._state().balancers, *(self._watched.keys() - self._state().balancers)]:
             self._sync(uid, restored=True)
+        self._leader.flush()
         _targets.set(self._total)
 
     def stop(self) -> None:
         """Let go of every target; what is under way is forgotten."""
         self.running = False
+        self._leader.stop()
         for uid in list(self._watched):
             self._forget(uid)
+        self._places.reset()
         self._fault.reset()
         _held_gauge.set(0)
         _targets.set(self._total)
@@ -120,6 +121,7 @@ class Monitor:
             return
         for uid in owners:
             self._sync(uid, restored=False)
+        self._leader.flush()
         _targets.set(self._total)
 
     @property
@@ -136,20 +138,27 @@ class Monitor:
         self._watched[uid] = now = {}
         for backend in image.backends:
             key = (backend.uid, backend.address, backend.port)
-            watched = before.pop(key, None) or _Watched(uid, backend.uid, backend.address)
+            watched = before.pop(key, None) or self._watch(uid, backend)
             now[key] = watched
             self._sync_backend(watched, backend, balancer.plan, restored=restored)
         for watched in before.values():
             self._drop(watched)
         (self._held.add if image.held else self._held.discard)(uid)
 
+    def _watch(self, owner: str, backend: Backend) -> Watched:
+        place = self._places.of(backend.address)
+        return Watched(owner, backend.uid, backend.address, place)
+
     def _sync_backend(
-        self, watched: _Watched, backend: Backend, plan: Plan, *, restored: bool
+        self, watched: Watched, backend: Backend, plan: Plan, *, restored: bool
     ) -> None:
         said = backend.state if backend.state in (HEALTHY, UNHEALTHY) else UNKNOWN
         watched.live = backend.ready
         if not backend.ready:
             self._fault.drop(watched)
+            if watched.asked:
+                watched.asked = NOBODY
+                self._places.settle(watched, self.engine.now())
         opinion, asked = watched.opinion, watched.opinion.checks
         opinion.configure(plan.checks, plan.config, said)
         if opinion.checks is asked:
@@ -160,15 +169,17 @@ class Monitor:
             target = kept.pop(check.meaning, None)
             if target is not None:
                 target.check = check
+                self._leader.renew(watched.replica, target)
             else:
                 target = self._target(backend, check)
-                self.engine.add(target, at_once=not (restored and said != UNKNOWN))
+                wait = ANYWHEN if restored and said != UNKNOWN else 0.0
+                self._leader.give(watched.replica, target, wait)
             target.tag = (watched, streak)
             targets.append(target)
         self._total += len(targets) - len(watched.targets)
         watched.targets = tuple(targets)
         for target in kept.values():
-            self.engine.remove(target)
+            self._leader.take_back(watched.replica, target)
 
     def _target(self, backend: Backend, check: Check) -> Target:
         port = backend.port or check.port
@@ -180,25 +191,54 @@ class Monitor:
         self._suspects.discard(uid)
         self._held.discard(uid)
 
-    def _drop(self, watched: _Watched) -> None:
+    def _drop(self, watched: Watched) -> None:
         for target in watched.targets:
-            self.engine.remove(target)
+            self._leader.take_back(watched.replica, target)
         self._total -= len(watched.targets)
         self._fault.drop(watched)
         self._pending.pop(watched, None)
         self._made(watched)
 
+    def _settle_all(self) -> None:
+        """Replicas came or went: have each backend checked where it belongs now."""
+        now = self.engine.now()
+        for watched in self._backends():
+            self._places.settle(watched, now)
+        self._places.show_signs(self._backends(), now)
+
+    def tick(self) -> None:
+        """To be called some times a second."""
+        now = self.engine.now()
+        self._leader.tick(now)
+        self._places.tick(self._backends(), now)
+
+    def _backends(self) -> Iterator[Watched]:
+        return chain.from_iterable(map(dict.values, self._watched.values()))
+
     # --- what came of it ---
 
     def take(self, outcomes: list[Outcome]) -> None:
-        """The results of one step."""
+        """The results of one step of the engine."""
+        _in_flight.set(self.engine.in_flight)
+        _late.observe(self.engine.late)
+        self.feed(outcomes)
+
+    def feed(self, outcomes: list[Outcome]) -> None:
+        """Results, whoever made the checks."""
+        shared = self._places.shared
         differing, self._pending = self._pending, {}
         passed = unmade = 0
         for target, ok, reason, started, local in outcomes:
+            if not target.alive:  # what came before it in this list has moved it
+                continue
             watched, streak = target.tag
+            if watched is None:  # of a suspect, whose name this is
+                if ok:
+                    self._places.sign(streak)
+                continue
             if local:
                 unmade += 1
-                self._not_made(watched, target.check, reason)
+                self._not_made(watched, target.check, reason, started)
                 continue
             passed += ok
             if watched.unmade:
@@ -209,18 +249,24 @@ class Monitor:
             if watched.live:
                 watched.ok, watched.at = ok, started
                 self._fault.note(watched)
+            if shared and ok:
+                self._passed(watched, started)
             if opinion.differs:
                 differing[watched] = None
         failed = len(outcomes) - passed - unmade
         for result, number in (("passed", passed), ("failed", failed), ("not_made", unmade)):
             if number:
                 _checks.labels(result).inc(number)
-        _in_flight.set(self.engine.in_flight)
-        _late.observe(self.engine.late)
         if differing or self._fault.held or self._unmade or self._held or self._suspects:
             self._judge(list(differing), self._clock())
+        self._leader.flush()
 
-    def _judge(self, differing: list[_Watched], now: datetime) -> None:
+    def _passed(self, watched: Watched, started: float) -> None:
+        self._places.passed(watched.replica, started)
+        if watched.asked and watched.opinion.passing:
+            self._places.answered(watched, self.engine.now())
+
+    def _judge(self, differing: list[Watched], now: datetime) -> None:
         if self._fault.held and self._fault.over():
             self._release()
         ours: dict[tuple[float, float], str] = {}
@@ -231,7 +277,7 @@ class Monitor:
             if not opinion.differs:  # the release took it back
                 continue
             if state == UNHEALTHY and watched.live:
-                whose = self._blame(opinion, ours)
+                whose = self._blame(watched, ours)
                 if whose == WAIT:
                     self._pending[watched] = None
                 elif whose == OURS:
@@ -250,14 +296,17 @@ class Monitor:
                     ended=now,
                 )
             )
+        self._places.judged()
         holds = self._holds() if now - self._looked >= LOOK else ()
         if (verdicts or holds) and not self._submit(Judgement(tuple(verdicts), holds, now)):
             _dropped.inc(len(verdicts))
 
-    def _blame(self, opinion: Opinion, known: dict[tuple[float, float], str]) -> str:
+    def _blame(self, watched: Watched, known: dict[tuple[float, float], str]) -> str:
         if self._fault.held:
             return OURS
-        since, patience = opinion.failing
+        since, patience = watched.opinion.failing
+        if self._places.ask(watched, since, self.engine.now()):
+            return ASKED
         # Many failed together: what is asked about is the same to a hundredth of a second.
         moment = (int(since * 100) / 100, int(patience * 100) / 100)
         if moment not in known:
@@ -280,12 +329,14 @@ class Monitor:
 
     # --- what is held, on record and by right ---
 
-    def _not_made(self, watched: _Watched, check: Check, reason: str) -> None:
+    def _not_made(self, watched: Watched, check: Check, reason: str, started: float) -> None:
         watched.unmade += 1
         if watched.unmade >= check.failure:
+            if self._places.pass_on(watched, started, self.engine.now()):
+                return
             self._unmade.setdefault(watched.owner, {})[watched] = reason
 
-    def _made(self, watched: _Watched) -> None:
+    def _made(self, watched: Watched) -> None:
         watched.unmade = 0
         left = self._unmade.get(watched.owner)
         if left is not None:

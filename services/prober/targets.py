@@ -38,7 +38,10 @@ _WORDS: Final = {
 class Target:
     """One check of one backend. `tag` is the owner's, for finding its own again."""
 
-    __slots__ = ("address", "alive", "check", "dialled", "due", "family", "fresh", "tag")
+    __slots__ = (
+        *("address", "alive", "check", "dialled", "due"),
+        *("family", "fresh", "number", "tag"),
+    )
 
     def __init__(self, tag: Any, check: Check, address: str, dialled: str, port: int) -> None:
         self.tag = tag
@@ -49,6 +52,11 @@ class Target:
         self.due = 0.0
         self.alive = False
         self.fresh = False  # its place within the period is not drawn yet
+        self.number = 0  # of its assignment to another replica
+
+    def again(self) -> Target:
+        """The same for another engine: one that has had it may not have forgotten it yet."""
+        return Target(self.tag, self.check, self.address, *self.dialled)
 
 
 class Outcome(NamedTuple):

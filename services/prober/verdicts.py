@@ -41,6 +41,12 @@ class Streak:
         if not self.ok:
             self.count = 0
 
+    def doubt(self, said: str, check: Check) -> None:
+        """Take one failure less for given: the next one decides."""
+        if self.state == UNHEALTHY != said:
+            self.state = said
+            self.count = min(self.count, check.failure - 1)
+
 
 class Opinion:
     """What the checks of one backend come to; `streaks` are in the order of `checks`."""
@@ -94,6 +100,16 @@ class Opinion:
         return min(bad, default=(float("inf"), float("inf")))
 
     @property
+    def passing(self) -> bool:
+        """Whether the last result of each check is a good one."""
+        return all(streak.ok for streak in self.streaks)
+
+    def doubt(self) -> None:
+        """The last failures need another witness."""
+        for streak, check in zip(self.streaks, self.checks, strict=True):
+            streak.doubt(self.said, check)
+
+    @property
     def differs(self) -> bool:
         return self.state not in (UNKNOWN, self.said)
 
@@ -113,6 +129,7 @@ class Backend(Protocol):
 
     owner: str
     address: str
+    replica: str
     ok: bool
     at: float
 
@@ -163,6 +180,11 @@ class OwnFault(Generic[T]):
         """Whether enough answer again, or too few are left to tell."""
         return not self._everything(*self._since(float("-inf")))
 
+    def blind(self, replica: str, since: float) -> bool:
+        """Whether (nearly) all failed that one replica has checked since then."""
+        failing, passing = self._since(since, replica)
+        return len(failing) >= self.share * (len(failing) + passing)
+
     def _everything(self, failing: list[T], passing: int) -> bool:
         return (
             len(failing) >= self.share * (len(failing) + passing)
@@ -170,12 +192,14 @@ class OwnFault(Generic[T]):
             and len({s.owner for s in failing}) >= self.owners
         )
 
-    def _since(self, since: float) -> tuple[list[T], int]:
+    def _since(self, since: float, replica: str | None = None) -> tuple[list[T], int]:
         failing: list[T] = []
         passing = 0
         for looked, sample in enumerate(reversed(self.samples)):
             if sample.at < since or looked >= self.look:
                 break
+            if replica is not None and sample.replica != replica:
+                continue
             if sample.ok:
                 passing += 1
             else:

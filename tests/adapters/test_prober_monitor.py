@@ -9,8 +9,10 @@ from schema.objects import ExplicitBackend, HealthCheck, Listener
 from services.prober.checks import Engine
 from services.prober.core import KINDS, State
 from services.prober.dialling import DialMap
+from services.prober.leader import Leader
 from services.prober.monitor import Monitor
 from services.prober.plan import Check
+from services.prober.shares import Hello
 from services.prober.targets import Outcome
 from services.prober.verdicts import OwnFault
 from tests.core.prober_objects import DEFAULTS, DUMMIES, balancer, machine, ref
@@ -27,8 +29,8 @@ class Asked(Engine):
         self.targets = {}
         self.at_once = {}
 
-    def add(self, target, *, at_once):
-        super().add(target, at_once=at_once)
+    def add(self, target, *, at_once, wait=None):
+        super().add(target, at_once=at_once, wait=wait)
         key = (target.address, target.dialled[1], target.check.protocol)
         self.targets[key] = target
         self.at_once[key] = at_once
@@ -41,8 +43,10 @@ class Asked(Engine):
 class World:
     """A state, its monitor, and commits that happen at once, or not (`lost`)."""
 
-    def __init__(self):
+    def __init__(self, others=()):
         self.state = State(DEFAULTS, DUMMIES)
+        self.words = []
+        self.leader = Leader("a", 1.0, lambda subject, data: self.words.append((subject, data)))
         self.submitted = []
         self.lost = False
         self.started = 0.0
@@ -53,8 +57,11 @@ class World:
             dial=DialMap(["10.0.0.0/8=127.0.0.0/8"]),
             fault=OwnFault(),
             clock=lambda: NOW + timedelta(seconds=self.started),
+            leader=self.leader,
         )
         self.monitor.start()
+        for name in others:
+            self.leader.hello(Hello(session=self.leader.session, replica=name), 0.0)
 
     @property
     def engine(self) -> Asked:
@@ -88,6 +95,22 @@ class World:
             target = self.engine.targets[address, port, protocol]
             reason = "" if sign == "+" else "connection refused"
             self.monitor.take([Outcome(target, sign == "+", reason, self.started, local)])
+
+    def found(self, name, sign, *addresses, local=False):
+        """A result of what a replica checks at these addresses; which of them it does check."""
+        self.started += 1.0
+        outcomes = [
+            Outcome(t, sign == "+", "" if sign == "+" else "refused", self.started, local)
+            for t in self.checked_by(name)
+            if t.address in addresses
+        ]
+        self.monitor.feed(outcomes)
+        return [outcome.target.address for outcome in outcomes]
+
+    def checked_by(self, name):
+        if name == "a":
+            return [t for t in self.engine.targets.values() if t.alive]
+        return list(self.leader.share(name).values())
 
     def states(self, lb="uid-web"):
         return {b.address: b.state for b in self.state.balancers[lb].image.backends}
@@ -230,3 +253,103 @@ def test_what_is_asked_is_part_of_the_digest_on_every_verdict(world):
     (verdict,) = world.submitted[0].verdicts
     assert verdict.config == world.state.balancers["uid-web"].plan.config
     assert isinstance(world.state.balancers["uid-web"].plan.checks[0], Check)
+
+
+# --- with other replicas ---
+
+HOSTS = [f"10.0.0.{number}" for number in range(1, 21)]
+
+
+@pytest.fixture
+def shared():
+    """20 healthy backends of four load balancers, shared by a (the active one) and b."""
+    world = World(others=["b"])
+    with contextlib.closing(world.engine):
+        for number in range(4):
+            world.see(
+                balancer(
+                    f"lb{number}",
+                    backend_server_selector={"lb": [str(number)]},
+                    health_check=HealthCheck(port=8080, success_threshold=1, failure_threshold=2),
+                )
+            )
+        for number, host in enumerate(HOSTS):
+            world.see(machine(f"vm{number}", host, labels={"lb": str(number % 4)}))
+        for name in "ab":
+            assert world.found(name, "+", *HOSTS)
+        yield world
+
+
+def unhealthy(world):
+    return {
+        b.address
+        for known in world.state.balancers.values()
+        for b in known.image.backends
+        if not b.ready
+    }
+
+
+def test_a_failure_beside_successes_is_believed_at_once(shared):
+    """The replica reaches others: it is the backend."""
+    mine = [t.address for t in shared.checked_by("b")]
+    for _ in range(2):
+        shared.found("b", "+", *mine[1:])
+        shared.found("b", "-", mine[0])
+    assert unhealthy(shared) == {mine[0]}
+
+
+@pytest.mark.parametrize("blind", ["a", "b"])
+def test_a_replica_for_which_everything_fails_needs_a_witness(shared, blind):
+    """The other one is asked at once; where it succeeds nothing goes down, where it fails too one
+    failure is enough. The blind one does nothing but show signs of life, and comes back by one."""
+    well = "b" if blind == "a" else "a"
+    mine = [t.address for t in shared.checked_by(blind)]
+    shared.found(well, "+", *HOSTS)
+    for _ in range(2):
+        shared.found(blind, "-", *mine)
+    assert unhealthy(shared) == set()
+    assert {t.address for t in shared.checked_by(well)} == set(HOSTS)
+    shared.found(well, "+", *[h for h in HOSTS if h != mine[0]])
+    assert shared.leader.replicas.suspects == {blind}
+    shared.found(well, "-", mine[0])
+    assert unhealthy(shared) == {mine[0]}
+
+    signs = shared.found(blind, "-", *HOSTS)
+    assert 0 < len(signs) <= 8
+    shared.found(blind, "+", signs[0])
+    assert shared.leader.replicas.suspects == set()
+    assert {t.address for t in shared.checked_by(blind)} == set(mine)
+    assert unhealthy(shared) == {mine[0]}
+
+
+def test_checks_that_one_replica_cannot_make_are_made_by_another(shared):
+    """Nothing is held for the want of a route that somebody else has."""
+    mine = [t.address for t in shared.checked_by("b")]
+    for _ in range(2):
+        shared.found("b", "-", *mine, local=True)
+    assert set(mine) <= {t.address for t in shared.checked_by("a")}
+    shared.found("a", "+", *HOSTS)
+    assert {known.image.held for known in shared.state.balancers.values()} == {""}
+
+
+def test_everything_failing_for_everybody_is_held(shared):
+    """As with one replica: whoever is asked finds the same."""
+    for _ in range(6):
+        for name in "ab":
+            shared.found(name, "-", *HOSTS)
+    assert unhealthy(shared) == set()
+    assert shared.monitor.holding
+    for name in "ab":
+        shared.found(name, "+", *HOSTS)
+    assert not shared.monitor.holding
+
+
+def test_a_replica_that_goes_takes_no_count_with_it(shared):
+    """Failures that it has found go on counting where it is checked next."""
+    mine = [t.address for t in shared.checked_by("b")]
+    shared.found("b", "-", mine[0])
+    shared.leader.hello(Hello(session=shared.leader.session, replica="b", leaving=True), 0.0)
+    assert {t.address for t in shared.checked_by("a")} == set(HOSTS)
+    shared.found("a", "+", *[h for h in HOSTS if h != mine[0]])
+    shared.found("a", "-", mine[0])
+    assert unhealthy(shared) == {mine[0]}

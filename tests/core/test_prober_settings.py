@@ -29,6 +29,8 @@ def test_the_defaults_can_be_used():
         ({"dial_map": ("10.0.0.0/16",)}, "prober.dial_map has '10.0.0.0/16'"),
         ({"timeout_s": 9}, "prober.timeout_s is 9: must be at most prober.period_s (5)"),
         ({"period_s": 0}, "prober.period_s is 0: must be greater than 0"),
+        ({"replica_silence_s": 9.0}, "prober.replica_silence_s is 9: must be 0.3 to"),
+        ({"replica_silence_s": 0.1}, "or 0 for no sharing"),
         ({"hold_share": 0.1}, "prober.hold_share is 0.1: must be 0.5 to 1"),
     ],
 )

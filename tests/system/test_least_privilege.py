@@ -1,6 +1,7 @@
 """The whole system with the accounts of deploy/: each service as a user for its job alone."""
 
 import asyncio
+import contextlib
 import re
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
@@ -88,8 +89,30 @@ async def test_the_main_job_works_with_least_privilege():
                 assert await stack.cli(*argv)
             with pytest.raises(BusError):
                 await publish_as("prober", nats.url, "lb.lease.services.default.x")
+            assert await heard_by_probers(nats.url, "prober", "allocator", "prober") == [
+                b"prober",
+                b"prober",
+            ]
         finally:
             await stack.stop()
+
+
+async def heard_by_probers(url, *tellers):
+    """What a prober hears of those who speak to it, one after the other, until it hears two."""
+    heard = []
+    async with contextlib.AsyncExitStack() as stack:
+        buses = []
+        for user in ("prober", *tellers):
+            bus = await Bus.connect(url, name=user, user=user, password=user)
+            stack.push_async_callback(bus.close)
+            buses.append(bus)
+        buses[0].listen("prober.v1.seen.test", heard.append)
+        await buses[0].stream_state("LB")  # the subscription is before it on the wire
+        for user, bus in zip(tellers, buses[1:], strict=True):
+            assert bus.tell("prober.v1.seen.test", user.encode())
+            await bus.stream_state("LB")
+        await eventually(lambda: len(heard) >= 2)
+    return heard
 
 
 async def publish_as(user, url, subject):
