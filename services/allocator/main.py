@@ -16,7 +16,7 @@ from schema import selection
 from schema.subjects import ObjectRef
 from services.allocator import queries, store
 from services.allocator.core import Rules, State, Tick, account, decide, next_deadline, tick
-from services.allocator.core.state_of import restated
+from services.allocator.core.state_of import restated, standing_leases
 from services.kit.config import Settings
 from services.kit.projector import Projector
 from services.kit.records import Record, Source, Work
@@ -76,8 +76,13 @@ class AllocatorProjection:
         gc.freeze()
 
     def apply(self, record: Record, work: Work) -> None:
+        was_ready = self.state.ready
         for event in decide(self.state, record.event, epoch=record.epoch, seq=record.seq):
             work.emit(event)
+        if self.state.ready and not was_ready:
+            # The log may know of leases that this ledger, a new one perhaps, does not.
+            for event in standing_leases(self.state):
+                work.emit(event)
 
     def local(self, item: object, work: Work) -> None:
         if isinstance(item, Tick):

@@ -24,6 +24,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from schema import events, subjects
 from schema.tables import service_tables
 from services.kit import garbage
+from services.kit.acknowledged import MARK_ROW
 from services.kit.bus import Message
 from services.kit.db import plain_error
 from services.kit.mirror import next_epoch
@@ -112,7 +113,9 @@ class Committer:
         table = self._tables.stream_offset
         names = sorted({s.stream for s in self.projection.sources} | {FENCE_ROW})
         async with self._engine.begin() as conn:
-            first = [{"stream": name, "epoch": "", "seq": 0, "version": 0} for name in names]
+            first = [
+                {"stream": name, "epoch": "", "seq": 0, "version": 0} for name in (*names, MARK_ROW)
+            ]
             await conn.execute(pg.insert(table).on_conflict_do_nothing(), first)
             # Ids are reserved by those who hold this row.
             fence = sa.select(table.c.version).where(table.c.stream == FENCE_ROW)
@@ -258,7 +261,8 @@ class Committer:
     async def _compare_and_set(
         self, conn: AsyncConnection, offsets: dict[str, Offset], done: list[Span]
     ) -> dict[str, Offset]:
-        """Move the offsets, and delete one span of the outbox on the way."""
+        """Move the offsets, and on the way delete one span of the outbox, and note how far the
+        stream acknowledged."""
         known = self.offsets
         moved = sorted(s for s, o in offsets.items() if o != known[s] or s == FENCE_ROW)
         first, last = done[0] if done else (0, -1)
@@ -272,6 +276,7 @@ class Committer:
                 [known[s].version for s in moved],
                 first,
                 last,
+                *self.outbox.acknowledged.values,
             ),
         )
         if result.rowcount != len(moved):
@@ -339,7 +344,11 @@ def _move_statement(service: str) -> str:
     what the stream acknowledged, which would be a round trip of its own.
     """
     return f"""
-        with gone as (delete from {service}.outbox where id between $6 and $7)
+        with gone as (delete from {service}.outbox where id between $6 and $7),
+        marked as (
+            update {service}.stream_offset set seq = $8, epoch = $9, created = $10
+            where stream = '{MARK_ROW}' and (seq, epoch, created) <> ($8, $9, $10)
+        )
         update {service}.stream_offset o set
             epoch = n.epoch, seq = n.seq, created = n.created, version = n.version + 1,
             updated_at = clock_timestamp()

@@ -94,6 +94,11 @@ class Bus:
         return self._link.connected
 
     @property
+    def connections(self) -> int:
+        """How many there were: another number is another connection, perhaps another server."""
+        return self._link.connections
+
+    @property
     def address(self) -> str:
         """Of the server, fit to be shown."""
         return self._link.address

@@ -52,6 +52,7 @@ class Link:
         self._listeners: dict[int, tuple[str, Listener]] = {}
         self._sids: dict[int, int] = {}
         self._watchers: dict[int, Callable[[bool], None]] = {}
+        self.connections = 0
         self._requests: dict[str, asyncio.Future[Reply]] = {}
         self._prefix = f"_INBOX.{secrets.token_hex(8)}."
         self.max_payload = _DEFAULT_MAX_PAYLOAD
@@ -169,6 +170,7 @@ class Link:
     async def _serve(self, wire: Wire) -> None:
         """From a fresh connection to its end."""
         self._wire = wire
+        self.connections += 1
         self.max_payload = wire.max_payload
         known = set(map(address, self._servers))
         who, at, _ = urlsplit(self._servers[0]).netloc.rpartition("@")

@@ -33,7 +33,7 @@ _log = structlog.get_logger()
 
 
 class Puller:
-    """One position in one stream. `lag`: messages left on the server, as seen last."""
+    """One position in one stream. `lag`: messages left on the server, as seen (-1: not yet)."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Puller:
             raise BusError(f"start_seq is {start_seq} (must be at least 1)")
         self._link, self._stream, self._filters, self._name = link, stream, filters, name
         self.position = start_seq - 1
-        self.lag = 0
+        self.lag = -1
         self._created = created
         self._last: Message | None = None
         self._consumer: Consumer | None = None

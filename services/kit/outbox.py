@@ -27,7 +27,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from schema import events, subjects
 from schema.tables import service_tables
 from services.kit import direct
-from services.kit.bus import Bus, Outgoing, Publisher, TooLarge
+from services.kit.acknowledged import Acknowledged
+from services.kit.bus import Bus, Outgoing, Published, Publisher, TooLarge
 from services.kit.records import Emitted
 
 log = structlog.get_logger()
@@ -62,6 +63,7 @@ class Outbox:
         self._service = service
         self._tables = service_tables(service)
         self._engine = engine
+        self.acknowledged = Acknowledged(service)
         self._instance = ""
         self._waiting: deque[Row] = deque()
         self._held: set[int] = set()  # ids in memory: waiting, in flight, or acked and not deleted
@@ -84,6 +86,7 @@ class Outbox:
         self._ids = range(0)  # somebody else may have taken later ones meanwhile
         self._loads += 1
         self._behind, self._last = True, 0
+        await self.acknowledged.load(conn)
         await self._take_more(conn)
         self._unchecked = bool(self._waiting)
 
@@ -197,8 +200,13 @@ class Outbox:
     async def run(self, bus: Bus, allowed: Callable[[], bool]) -> None:
         """Relay until cancelled; a BusError ends it (the projector makes the stream again)."""
         publisher = bus.publisher(STREAM, deadline=PUBLISH_DEADLINE_S)
+        connection = bus.connections
         try:
             while True:
+                if connection != bus.connections:  # the server may have lost its last moments
+                    now = bus.connections
+                    await self.acknowledged.check(bus)
+                    connection = now
                 if self._unchecked:
                     self._unchecked = False
                     await self._skip_sent(bus)
@@ -223,39 +231,56 @@ class Outbox:
             )
             for row in chunk
         ]
-        if not await self._send_together(publisher, messages):
-            await self._send_singly(publisher, messages)
+        stored = await self._send_together(publisher, messages)
+        if stored is None:
+            stored = await self._send_singly(publisher, messages)
         _published.inc(len(chunk))
         if loads != self._loads:
             return  # memory is another one; a look at the stream will tell that these are there
+        self._note(messages, stored)
         for row in chunk:
             self._waiting.popleft()
             self._acked.append(row.id)
         _pending.set(len(self._waiting))
 
-    async def _send_together(self, publisher: Publisher, messages: list[Outgoing]) -> bool:
-        if len(messages) < BATCH_FROM:
-            return False
-        try:
-            await publisher.publish_batch(messages)
-        except TooLarge:
-            return False  # one of them; nothing was sent
-        return True
+    def _note(self, messages: list[Outgoing], stored: list[Published | None]) -> None:
+        """Remember the newest of them; one that was there before has another's header, perhaps."""
+        for message, found in zip(reversed(messages), reversed(stored), strict=True):
+            if found is not None and not found.duplicate:
+                self.acknowledged.note(found.seq, message.headers[subjects.HEADER_OUTBOX])
+                return
 
-    async def _send_singly(self, publisher: Publisher, messages: list[Outgoing]) -> None:
-        futures = []
+    async def _send_together(
+        self, publisher: Publisher, messages: list[Outgoing]
+    ) -> list[Published | None] | None:
+        """Where they are stored; None: one of them is too large, and nothing was sent."""
+        if len(messages) < BATCH_FROM:
+            return None
+        try:
+            return list(await publisher.publish_batch(messages))
+        except TooLarge:
+            return None
+
+    async def _send_singly(
+        self, publisher: Publisher, messages: list[Outgoing]
+    ) -> list[Published | None]:
+        """Where each is stored; None for one that is too large."""
+        stored: list[Published | None] = []
+        futures: list[asyncio.Future[Published] | None] = []
         for m in messages:
             try:
-                future = publisher.submit(m.subject, m.data, m.headers, msg_id=m.msg_id)
+                futures.append(publisher.submit(m.subject, m.data, m.headers, msg_id=m.msg_id))
             except TooLarge as error:
                 log.error("outbox.too_large", why=str(error))
-            else:
-                futures.append(future)
-        for result in await asyncio.gather(*futures, return_exceptions=True):
-            if isinstance(result, TooLarge):
-                log.error("outbox.too_large", why=str(result))
-            elif isinstance(result, BaseException):
-                raise result
+                futures.append(None)
+        await asyncio.gather(*filter(None, futures), return_exceptions=True)
+        for future in futures:
+            try:
+                stored.append(future.result() if future is not None else None)
+            except TooLarge as error:
+                log.error("outbox.too_large", why=str(error))
+                stored.append(None)
+        return stored
 
     async def _rest(self) -> None:
         """Nothing to send: delete what was acked, look for other rows, wait for a push."""
@@ -271,6 +296,8 @@ class Outbox:
         try:
             async with asyncio.timeout(10), self._engine.begin() as conn:
                 await self.delete(conn, done)
+                if done:
+                    await self.acknowledged.save(conn)
                 if self._behind:
                     await self._take_more(conn)
                 elif not done:

@@ -5,6 +5,7 @@ new epoch), and when retention overtook us, or a fact of one object is missing, 
 every subject is read: it is the compacted form of the log. The same is done when an epoch began
 below our position that we never heard of: the tail was lost and has grown again. Reading it takes
 more than one transaction; until the last of them, the fence row says that it is to be begun again.
+A service without a past begins the same way: history is not decided again.
 """
 
 from __future__ import annotations
@@ -26,15 +27,21 @@ log = structlog.get_logger()
 CHUNK: Final = 500
 
 
-async def restate(committer: Committer, created: str) -> None:
-    """The LB stream is another one than the last time: state the standing decisions in it."""
+async def state_again(committer: Committer, bus: Bus) -> None:
+    """State the standing decisions again if LB is another stream now, or lost its tail."""
+    state = await bus.stream_state("LB")
     offsets = dict(committer.offsets)
-    known = offsets[FENCE_ROW].created
-    offsets[FENCE_ROW] = replace(offsets[FENCE_ROW], created=created)
+    known, outbox = offsets[FENCE_ROW].created, committer.outbox
+    recreated = known != state.created
+    if not recreated and not await outbox.acknowledged.lost(bus, state):
+        return
+    offsets[FENCE_ROW] = replace(offsets[FENCE_ROW], created=state.created)
     work = Work(committer.projection.name)
     if known:
-        log.warning("projector.restating", why="the LB stream was re-created")
+        lost = "was re-created" if recreated else "lost its tail"
+        log.warning("projector.restating", why=f"the LB stream {lost}")
         committer.projection.restate(work)
+    outbox.acknowledged.forget(state.created)
     await committer.write(work, [], offsets)
 
 
@@ -47,6 +54,10 @@ async def position(committer: Committer, bus: Bus, source: Source, *, reread: bo
     """Compare the stored offset with the stream, heal what does not fit; returns where to start."""
     state = await bus.stream_state(source.stream)
     stream, offset = source.stream, committer.offsets[source.stream]
+    # History is not decided again: a service without a past begins with what the log shows now.
+    newborn = stream == "KUBE" and not offset.created and state.messages > 0
+    if newborn:
+        await _mark(committer, 1)
     if offset.created and offset.created != state.created:
         log.warning("projector.stream_recreated", stream=stream, was=offset.seq)
         offset = replace(offset, seq=0, created=state.created)
@@ -57,18 +68,20 @@ async def position(committer: Committer, bus: Bus, source: Source, *, reread: bo
         await _move(committer, stream, offset)
     elif not offset.created:
         await _move(committer, stream, replace(offset, created=state.created))
-    if offset.seq and (
-        reread or state.first_seq > offset.seq + 1 or await _missed_epoch(bus, source, offset)
+    if (
+        newborn
+        or (reread and (offset.seq or stream == "KUBE"))
+        or (0 < offset.seq < state.first_seq - 1)
+        or await _missed_epoch(bus, source, offset)
     ):
-        log.warning("projector.rereading", stream=stream, was=offset.seq, first=state.first_seq)
+        log.info("projector.rereading", stream=stream, was=offset.seq, first=state.first_seq)
         await _reread(committer, bus, source)
-    # A service that is born late starts where the log starts now.
     seq = committer.offsets[stream].seq
     return seq + 1 if seq else max(1, state.first_seq)
 
 
 async def _missed_epoch(bus: Bus, source: Source, offset: Offset) -> bool:
-    if source.stream != "KUBE" or not offset.epoch:
+    if source.stream != "KUBE" or not offset.epoch or not offset.seq:
         return False
     mark = await bus.last(source.stream, subjects.EPOCH_SUBJECT)
     if mark is None or mark.seq > offset.seq:

@@ -63,13 +63,18 @@ class Projector:
         self._activity = asyncio.Event()
         self._reread_next = False
         self._doubtful: tuple[int, list[object]] | None = None
+        self._behind: dict[str, int] = {}  # stream -> what it held when the session began
 
     # --- for the service ---
 
     @property
     def active(self) -> bool:
-        """Whether effects outside the transaction are allowed now."""
-        return self._holding and self._fresh()
+        """Whether effects outside the transaction are allowed now.
+
+        Not before all is taken that the streams held when this replica began: what an old event
+        asks for may be long over.
+        """
+        return self._holding and not self._behind and self._fresh()
 
     def _fresh(self) -> bool:
         """Whether the proof that nobody else took over is recent."""
@@ -209,24 +214,21 @@ class Projector:
             asyncio.create_task(self._wake_on_stop()),
         ]
         try:
-            produced = (await bus.stream_state("LB")).created
-            if committer.offsets[FENCE_ROW].created != produced:
-                await positions.restate(committer, produced)
+            await positions.state_again(committer, bus)
             reread = self._reread_next or positions.unfinished(committer)
             starts = [
                 await positions.position(committer, bus, source, reread=reread)
                 for source in sources
             ]
             self._reread_next = False
+            self._behind = {s.stream: (await bus.stream_state(s.stream)).last_seq for s in sources}
             tasks += [
-                asyncio.create_task(self._pump(bus, source, start))
+                asyncio.create_task(self._pump(bus, source, start, committer))
                 for source, start in zip(sources, starts, strict=True)
             ]
-            self._holding = True
-            self._activity.set()
-            _active_gauge.set(1)
             self._rt.health.set("projector", True)
-            log.info("projector.active", position={s: o.seq for s, o in committer.offsets.items()})
+            self._holding = True
+            self._catch_up(committer)
             loop = asyncio.create_task(self._loop(committer))
             tasks.append(loop)
             # Whatever ends first ends the session; only the loop ends well, at a stop.
@@ -239,6 +241,16 @@ class Projector:
             self._holding = False
             await _cancel(tasks)
             await committer.close()
+
+    def _catch_up(self, committer: Committer) -> None:
+        """See which streams are taken as far as they went when the session began."""
+        behind = {s: goal for s, goal in self._behind.items() if committer.offsets[s].seq < goal}
+        self._behind = behind
+        if behind:
+            return
+        self._activity.set()
+        _active_gauge.set(1)
+        log.info("projector.active", position={s: o.seq for s, o in committer.offsets.items()})
 
     def _settle_doubt(self, version: int) -> None:
         """Take our own inputs of the failed batch again, unless something was committed since."""
@@ -267,6 +279,8 @@ class Projector:
             self._rt.health.set("outbox", True)
             try:
                 await committer.process(batch)
+                if self._behind:
+                    self._catch_up(committer)
             except Fenced:
                 raise
             except BaseException:
@@ -292,7 +306,7 @@ class Projector:
         self._arrived.extendleft(reversed(batch.arrivals))
         self._local.extendleft(reversed(batch.local))
 
-    async def _pump(self, bus: Bus, source: Source, start: int) -> None:
+    async def _pump(self, bus: Bus, source: Source, start: int, committer: Committer) -> None:
         puller: Puller = bus.puller(
             source.stream,
             start_seq=start,
@@ -302,8 +316,12 @@ class Projector:
         lag = _lag.labels(source.stream)
         try:
             while True:
-                messages = await puller.fetch(self._settings.batch, timeout=1.0)
-                lag.set(puller.lag)
+                timeout = 0.05 if source.stream in self._behind else 1.0
+                messages = await puller.fetch(self._settings.batch, timeout)
+                lag.set(max(puller.lag, 0))
+                if not puller.lag and source.stream in self._behind:  # the rest is not for us
+                    self._behind[source.stream] = puller.position
+                    self._catch_up(committer)
                 if messages:
                     # Here, where it is done while the batch before is in the database.
                     self._arrived.extend([read(message) for message in messages])

@@ -42,6 +42,9 @@ class Runtime:
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     _bus: Bus | None = None
     _engine: AsyncEngine | None = None
+    _opening: tuple[asyncio.Lock, asyncio.Lock] = field(
+        default_factory=lambda: (asyncio.Lock(), asyncio.Lock())
+    )
 
     @classmethod
     def create(cls, name: str, settings: Settings) -> Runtime:
@@ -61,6 +64,10 @@ class Runtime:
 
     async def bus(self) -> Bus:
         """The connection to NATS, waited for, shared by the whole process."""
+        async with self._opening[0]:
+            return await self._open_bus()
+
+    async def _open_bus(self) -> Bus:
         if self._bus is None:
             nats = self.settings.nats
             self.health.set("bus", False, f"waiting for {public_url(nats.url)}")
@@ -83,6 +90,10 @@ class Runtime:
 
     async def engine(self) -> AsyncEngine:
         """The database, waited for and known to be migrated."""
+        async with self._opening[1]:
+            return await self._open_engine()
+
+    async def _open_engine(self) -> AsyncEngine:
         if self._engine is None:
             settings = self.settings.database
             address = public_url(settings.url.reveal())

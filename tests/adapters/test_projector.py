@@ -69,6 +69,15 @@ async def counts(conn):
     return {r["name"]: r["count"] for r in await conn.fetch("select * from prober.tally")}
 
 
+async def begun(conn):
+    """Wait until a service has its place in the log: what comes from then on is all counted."""
+    query = (
+        "select count(*) = 2 from prober.stream_offset where created <> ''"
+        " and (stream = 'KUBE' or stream = 'LB (produced)' and seq = 0)"
+    )
+    await eventually(lambda: conn.fetchval(query), timeout=30)
+
+
 async def stored(conn, **wanted):
     """Wait until these counts, at least, are committed."""
 
@@ -156,6 +165,7 @@ async def test_killed_replicas_lose_nothing_and_repeat_nothing(nats_url, databas
     async with feeder_of(nats_url) as feeder:
         try:
             replicas = [spawn() for _ in range(3)]
+            await begun(table)
             facts = [namespace(f"n{i % names}", str(i)) for i in range(total)]
             for start in range(0, total, 500):
                 await feeder.send_all(

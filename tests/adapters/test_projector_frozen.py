@@ -8,7 +8,15 @@ import sys
 
 from schema import events
 from tests.adapters.proxy import Proxy
-from tests.adapters.test_projector import counts, decisions, feeder_of, namespace, stored, table
+from tests.adapters.test_projector import (
+    begun,
+    counts,
+    decisions,
+    feeder_of,
+    namespace,
+    stored,
+    table,
+)
 from tests.feeding import T0
 from tests.waiting import eventually
 
@@ -104,6 +112,7 @@ async def test_report_42_frozen_and_killed_at_random_nothing_is_lost_or_repeated
     async with feeder_of(nats_url) as feeder:
         with contextlib.ExitStack() as stack:
             alive = [stack.enter_context(replica(nats_url, database_url)) for _ in range(3)]
+            await begun(table)
             for start in range(0, total, 200):
                 await feeder.send_all(
                     [

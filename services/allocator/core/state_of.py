@@ -33,10 +33,10 @@ def restated(state: State) -> list[events.Event]:
         if owner.refusal is not None:
             out.append(refused(state, owner, owner.refusal))
     state.touched.update(dict.fromkeys(state.pools))
-    return out + _complete(state)
+    return out + standing_leases(state)
 
 
-def _complete(state: State) -> list[events.Event]:
+def standing_leases(state: State) -> list[events.Event]:
     """Which leases stand on which stretch of addresses: what is not listed there is over."""
     owners = [*state.all_owners(), *state.departed.values()]  # those still hold what they held
     standing = sorted((lease.address, lease.id) for owner in owners for lease in owner.leases)
