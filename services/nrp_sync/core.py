@@ -53,6 +53,7 @@ def see_service(state: State, view: objects.Service, *, cause: str, now: float) 
             state.tell.add(name)
         return
     state.services[name] = service
+    state.next_steps.pop(("inbound", service.identity), None)
     state.tell.add(name)
     _follow(state, service, op, now)
 
@@ -79,6 +80,7 @@ def gone_service(state: State, name: Name, uid: str, *, cause: str, now: float) 
     if service is None or service.uid != uid:
         return
     del state.services[name]
+    state.next_steps.pop(("inbound", service.identity), None)
     state.tell.add(name)
     op = state.operations.get(("inbound", service.identity))
     if op is not None:
@@ -155,6 +157,7 @@ def _end(state: State, op: Operation) -> None:
     del state.operations[op.key]
     state.members.pop(op.key)
     state.active.discard(op.key)
+    state.next_steps.pop(op.key, None)
     state.dirty_ops.add(op.key)
     state.suspect_ops.pop(op.key, None)
     state.check_releases = True

@@ -59,8 +59,14 @@ class Desired:
         """The services that the address should carry there, () when it should not be there."""
         addresses = self.at.get(location)
         held = addresses.get(address) if addresses is not None else None
-        if held is None:
-            return NONE
+        return NONE if held is None else self._carried(address, held)
+
+    def wishes(self, location: str) -> Iterator[tuple[str, Refs]]:
+        """Every address that is listed at a location, with the services that it should carry."""
+        for address, held in self.at.get(location, {}).items():
+            yield address, self._carried(address, held)
+
+    def _carried(self, address: str, held: Held) -> Refs:
         if isinstance(held, Source):
             member = held.member
             return member.alone if member is not None and member.takes(address) else NONE

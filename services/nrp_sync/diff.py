@@ -202,15 +202,23 @@ class Provided:
                     add(self.mapped, name, 1)
                 add(self.population, location, bool(possible(seen)))
                 self._compare(location, address, seen)
-            for address in self.desired.at.get(location, {}).keys() - held.keys():
-                self._compare(location, address, NONE)
+            self._lacking(location, held)
         for location in self.desired.at.keys() - visited:
-            for address in self.desired.at[location]:
-                self._compare(location, address, NONE)
+            self._lacking(location, {})
         self.located = located
         self.idle = located.keys() - self.desired.at.keys()
         self.desired.loading = False
         self.stirred = bool(self.deviant or self.idle)
+
+    def _lacking(self, location: str, held: dict[str, Seen]) -> None:
+        """All that a location should have beyond what is held there."""
+        odd = {a: NONE for a, wish in self.desired.wishes(location) if wish and a not in held}
+        if not odd:
+            return
+        self.deviant.setdefault(location, {}).update(odd)
+        for address in odd:
+            for name in self.desired.refs(location, address):
+                add(self.unsettled, name, 1)
 
     def _compare(self, location: str, address: str, seen: Seen) -> None:
         wish = self.desired.refs(location, address)

@@ -111,6 +111,16 @@ def next_due(state: State, now: float) -> float:
 
 
 def _step(state: State, op: Operation) -> Step | None:
+    """What to do next for an operation; found once after each change, asked for all the time."""
+    key = op.key
+    try:
+        return state.next_steps[key]
+    except KeyError:
+        step = state.next_steps[key] = _find_step(state, op)
+        return step
+
+
+def _find_step(state: State, op: Operation) -> Step | None:
     held_back = False
     if op.kind == "inbound" and not op.deleting:
         service = state.services.get(Name(op.namespace, op.name))

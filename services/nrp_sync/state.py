@@ -268,6 +268,8 @@ class State:
         self.members: dict[OpKey, Member] = {}
         self.active: set[OpKey] = set()
         """Operations that are not at rest."""
+        self.next_steps: dict[OpKey, Step | None] = {}
+        """What each of them would do next, as far as that was asked since it last changed."""
         self.pods: dict[Name, Pod] = {}
         self.gateways: dict[str, set[Name]] = {}
         """Egress identity to the pods that leave by it."""
@@ -333,6 +335,7 @@ class State:
         """An operation changed: its row is to be written, it is to be looked at."""
         self.dirty_ops.add(op.key)
         self.active.add(op.key)
+        self.next_steps.pop(op.key, None)
         if op.kind == "inbound":
             self.tell.add(Name(op.namespace, op.name))
         for flight in self.readings():

@@ -222,6 +222,9 @@ class World:
         egress.tell_pods(self.state, self.now)
         self.said += [said.event for said in self.state.said]
         self.state.said.clear()
+        for key, step in self.state.next_steps.items():
+            fresh = planning._find_step(self.state, self.state.operations[key])
+            assert step == fresh, "a step that is remembered is not the next one any more"
         self._write()
 
     def _write(self) -> None:
