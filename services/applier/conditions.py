@@ -154,7 +154,8 @@ def _resolved(image: Backends | None, problem: Problem | None) -> Part:
     if image.reason:
         return Part(RESOLVED, "False", image.reason, image.message)
     if not image.matched:
-        return Part(RESOLVED, "False", "NoBackendMatched", NO_BACKEND)
+        text = f"{NO_BACKEND}; {image.message}" if image.message else NO_BACKEND
+        return Part(RESOLVED, "False", "NoBackendMatched", text)
     if not image.backends:
         return Part(RESOLVED, "False", "NoBackendAddress", NO_ADDRESS)
     text = f"{image.matched} matched, {len(image.backends)} with an address"

@@ -100,6 +100,8 @@ class ProjectorSettings(Section, frozen=True, kw_only=True):
 class WatcherSettings(Section, frozen=True, kw_only=True):
     namespaces: tuple[str, ...] = ()  # empty: all
     selectors: dict[str, str] = {}  # plural -> label selector
+    # Otherwise only those with the label of egress gateways, and none for backendPodSelector.
+    all_pods: bool = False
     republish_s: float = 7 * 86_400.0
     page_size: int = 500
     watch_timeout_s: float = 290.0

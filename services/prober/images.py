@@ -18,10 +18,15 @@ import msgspec
 
 from schema import objects
 from schema.events import Backend, BackendsResolved, HealthChange, HealthChanged, Owner
-from services.prober.members import PODS, VMIS, Member
+from services.prober.members import KINDS, PODS, VMIS, Member
 from services.prober.plan import Plan
 
 BALANCERS: Final = "loadbalancers"
+NO_POD: Final = (
+    "spec.backendPodSelector matches no pod with an address among those that are watched (of pods"
+    " the watcher follows only those with the label of egress gateways, unless watcher.all_pods is"
+    " set)"
+)
 _NO_TIME: Final = float("-inf")
 
 BackendKey = tuple[str, str]  # uid and address
@@ -99,6 +104,9 @@ def decide(
     known = {key_of(b): b for b in before.backends} if before is not None else {}
     backends = [_carry(b, known.get(key_of(b)), plan) for b in listed]
     dummy, dummy6 = stand_ins(backends, plan.families, dummies)
+    remarks = [plan.message] if plan.message else []
+    if plan.pods and not any(backend.kind == KINDS[PODS] for backend in backends):
+        remarks.append(NO_POD)
     image = BackendsResolved(
         at=at,
         owner=balancer.owner,
@@ -113,7 +121,7 @@ def decide(
         checked=plan.checking != "off",
         held=before.held if before is not None and plan.checking == "on" else "",
         reason=plan.reason,
-        message=plan.message,
+        message="; ".join(remarks),
     )
     if before is not None and image == msgspec.structs.replace(before, at=at):
         return None

@@ -26,7 +26,8 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
 
     def params(self, settings: WatcherSettings) -> dict[str, str]:
         """The selection, as parameters of a list or watch."""
-        selectors = (self.selector, settings.selectors.get(self.plural, ""))
+        own = "" if settings.all_pods and self.plural == "pods" else self.selector
+        selectors = (own, settings.selectors.get(self.plural, ""))
         params = {"labelSelector": ",".join(s for s in selectors if s)}
         if self.name:
             params["fieldSelector"] = f"metadata.name={self.name}"

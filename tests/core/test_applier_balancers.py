@@ -173,6 +173,11 @@ def test_address_taken_back_is_withdrawn_everywhere():
         ({"matched": 2}, "NoBackendAddress", "running backend servers have no IP"),
         ({"matched": 0}, "NoBackendMatched", "no running backend servers"),
         (
+            {"matched": 0, "message": "no pod is watched"},
+            "NoBackendMatched",
+            "no running backend servers; no pod is watched",
+        ),
+        (
             {"matched": 0, "reason": "InvalidSelector", "message": "selector app: no value"},
             "InvalidSelector",
             "selector app: no value",

@@ -264,6 +264,15 @@ def test_explicit_backends_and_pods_are_backends_too():
     assert event.backends[1].node == "n1"
 
 
+def test_a_selector_of_pods_without_a_pod_says_where_to_look():
+    """Most pods are not watched unless a setting says so; it is told until there is one."""
+    world = World().see(balancer(backend_pod_selector={"app": ["pod"]}), machine("vm1", "10.0.0.4"))
+    (event,) = world.settle()
+    assert "watcher.all_pods" in event.message
+    (event,) = world.see(pod("pod1", "10.0.1.1", labels={"app": "pod"})).settle()
+    assert event.message == ""
+
+
 def test_each_family_has_its_own_dummy():
     """A dual-stack load balancer whose IPv4 backends fail keeps the IPv4 side closed."""
     lb = balancer(ip_families=["IPv4", "IPv6"], health_check=CHECK)

@@ -231,6 +231,17 @@ async def test_pods_only_while_they_carry_the_egress_label(
         assert path == "/api/v1/namespaces/default/pods/p"
 
 
+async def test_all_pods_where_they_can_be_backends(kube: Kube, config: Path, nats_url: str) -> None:
+    """With the setting also those without the label; a selector narrows it down."""
+    settings = {"all_pods": True, "selectors": {"pods": "app=x"}}
+    async with watching(nats_url, config, **settings) as running:
+        await running.synced()
+        await create(kube, POD, pod("other", app="y"))
+        await create(kube, POD, pod("p", app="x"))
+        await published(running.bus, POD, "default", "p", "PodSeen")
+        assert await facts_of(running.bus, POD, "default", "other") == []
+
+
 async def test_one_config_map_and_no_other(kube: Kube, config: Path, nats_url: str) -> None:
     """kube-system/kubevip is a fact; no other ConfigMap is, in whatever namespace."""
     async with watching(nats_url, config) as running:
