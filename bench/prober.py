@@ -9,17 +9,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 
+from bench import whole
 from bench.harness import Figure, Row, percentile, rss_mb
-from schema import objects
+from sandbox.stack import Stack
+from schema import events, objects
+from services.kit.bus import Bus, Puller
 from services.prober.checks import Engine
 from services.prober.core import KINDS, State
 from services.prober.dialling import DialMap
@@ -154,9 +160,21 @@ def load_balancers(count: int, each: int, port: int, period: int) -> State:
     return state
 
 
-async def standing(backends: int, period: int) -> dict[str, float]:
-    """All backends checked every `period` seconds: lag of the starts, CPU, memory."""
+async def sockets(seconds: float) -> list[tuple[int, int]]:
+    """Open descriptors of this process and TIME_WAITs of the machine, looked at now and then."""
+    found = []
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        waiting = Path("/proc/net/sockstat").read_text().partition(" tw ")[2].split()[0]
+        found.append((len(os.listdir("/proc/self/fd")), int(waiting)))
+        await asyncio.sleep(0.5)
+    return found
+
+
+async def standing(backends: int, period: int, periods: int = 3) -> dict[str, float]:
+    """All backends checked every `period` seconds: lag of the starts, CPU, memory, sockets."""
     lags: list[float] = []
+    _, unrelated = (await sockets(0.1))[0]
 
     class Timed(Engine):
         def step(self, timeout: float = 0.0) -> float:
@@ -186,7 +204,7 @@ async def standing(backends: int, period: int) -> dict[str, float]:
         await asyncio.sleep(2.0 * period + 1.0)
         lags.clear()
         began, cpu, started = time.monotonic(), time.process_time(), monitor.engine.started
-        await asyncio.sleep(period)
+        seen = await sockets(period * periods)
         wall, cpu = time.monotonic() - began, time.process_time() - cpu
         rate = (monitor.engine.started - started) / wall
         stop.set()
@@ -196,6 +214,9 @@ async def standing(backends: int, period: int) -> dict[str, float]:
         "lag_ms": percentile(lags, 99) * 1_000,
         "cpu": cpu / wall * 100,
         "rss_mb": rss_mb(os.getpid()),
+        "fds_early": max(fds for fds, _ in seen[: len(seen) // 2]),
+        "fds_late": max(fds for fds, _ in seen[len(seen) // 2 :]),
+        "time_wait": max(waiting for _, waiting in seen) - unrelated,
     }
 
 
@@ -215,8 +236,86 @@ async def spread(quick: bool) -> list[Figure]:
     return [
         Figure("checks_spread.lag_p99", found["lag_ms"], "ms", 100.0, better="lower", note=note),
         Figure("checks_spread.cpu", found["cpu"], "%", better="lower", note="of one core"),
+        Figure(
+            "checks_spread.descriptors",
+            found["fds_late"],
+            "",
+            better="lower",
+            note=f"most at once in the second half; {found['fds_early']:,.0f} in the first",
+        ),
+        Figure("checks_spread.time_wait", found["time_wait"], "", better="lower", note="more"),
         Figure("checks_spread.rss", found["rss_mb"], "MB", 400.0 if full else None, better="lower"),
     ]
 
 
-ROWS = [Row("tcp_checks", rates), Row("checks_spread", spread, repeats=2)]
+async def verdict_to_slice(quick: bool) -> list[Figure]:
+    """From a verdict of the prober to the slice in a watch of the API, in the whole system: one
+    backend that is taken away and put back."""
+    stack = Stack(settings={"LBLEDGER_PROBER_SECOND_S": "0.05"})
+    took: list[float] = []
+    try:
+        await stack.start()
+        bus = await Bus.connect(stack.env["LBLEDGER_NATS_URL"], name="bench")
+        async with (
+            aiohttp.ClientSession() as http,
+            contextlib.aclosing(
+                _toggled(whole.Api(stack.kube_url, http), 20 if quick else 150)
+            ) as shown,
+        ):
+            first = (await bus.stream_state("LB")).last_seq + 1
+            puller = bus.puller("LB", start_seq=first, filters=("lb.health.>",))
+            async for at in shown:
+                verdict = await _verdict(puller, ready=len(took) % 2 == 0)
+                took.append((at - verdict.timestamp()) * 1_000)
+        await bus.close()
+    finally:
+        await stack.stop()
+    return [
+        Figure("verdict_to_slice.p50", percentile(took, 0.5), "ms", better="lower"),
+        Figure("verdict_to_slice.p99", percentile(took, 0.99), "ms", 50, better="lower"),
+    ]
+
+
+async def _verdict(puller: Puller, *, ready: bool) -> datetime:
+    """When the next change to this was found out."""
+    while True:
+        for message in await puller.fetch(1, 10.0):
+            event = events.decode(message.data)
+            if isinstance(event, events.HealthChanged) and event.changes[-1].ready == ready:
+                return event.at
+
+
+async def _toggled(api: whole.Api, times: int) -> AsyncIterator[float]:
+    """Makes the only backend of a load balancer fail and pass; yields when its slice shows it."""
+    host, there = "10.77.0.1", None
+    with socket.socket() as probe:
+        probe.bind(("127.77.0.1", 0))
+        port = probe.getsockname()[1]
+    listeners = [{"name": "http", "port": 80, "protocol": "TCP", "backendPort": port}]
+    check = {"port": port, "periodSeconds": 1, "timeoutSeconds": 1, "failureThreshold": 1}
+    spec = {"backendServerSelector": {"app": ["one"]}, "healthCheck": check}
+    await api.call("POST", f"{whole.GROUP}/ippools", whole.POOL)
+    await api.call("POST", whole.VMIS, whole.machine("one", host, "one"))
+    await api.call("POST", whole.LBS, whole.balancer("one", "vm", listeners=listeners, **spec))
+    slices = "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices"
+    await whole.until(api, slices, lambda found: found["items"])
+    watch = api.watch(slices)
+    for number in range(times):
+        up = number % 2 == 0
+        if up:
+            there = socket.create_server(("127.77.0.1", port), backlog=128)
+        elif there is not None:
+            there.close()
+        async for found in watch:
+            ready = [e for e in found["endpoints"] if e.get("conditions", {}).get("ready")]
+            if any(host in endpoint["addresses"] for endpoint in ready) == up:
+                break
+        yield time.time()
+    await watch.aclose()
+
+
+ROWS = [
+    Row("tcp_checks", rates),
+    Row("checks_spread", spread, repeats=2),
+    Row("verdict_to_slice", verdict_to_slice, repeats=3),
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import aiohttp
@@ -34,6 +35,13 @@ class Api:
             if reply.status >= 400:
                 raise RuntimeError(f"{method} {path}: {reply.status} {content[:300]!r}")
             return dict(msgspec.json.decode(content))
+
+    async def watch(self, path: str) -> AsyncGenerator[dict[str, Any]]:
+        """The objects of a list as they are and as they change."""
+        url = f"{self._url}{path}?watch=true"
+        async with self._http.get(url, headers=self._headers) as reply:
+            async for line in reply.content:
+                yield dict(msgspec.json.decode(line)["object"])
 
     async def writes(self) -> dict[str, int]:
         """Writes so far: those for load balancers, statuses of pools, and Events."""
