@@ -227,8 +227,10 @@ def _under_way(state: State) -> int:
 
 
 def _draining(state: State) -> bool:
-    """A deletion waits for its addresses to leave: that is not made to wait for more changes."""
-    return any(state.operations[key].phase is Phase.DRAINING for key in state.active)
+    """An object is held until its addresses leave: that is not made to wait for more changes."""
+    return any(state.operations[key].phase is Phase.DRAINING for key in state.active) or any(
+        held.leaving for held in state.releases.values()
+    )
 
 
 def _send_locations(state: State, now: float) -> None:

@@ -6,6 +6,7 @@ fixed order. A request that was sent and has no outcome in its row is taken up a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator, Iterable, Sequence
 from datetime import datetime
 from sys import intern
@@ -68,6 +69,7 @@ async def finish_load(conn: AsyncConnection, state: State, now: float, flying: s
     held = [row async for row in _held(conn)]
     state.provided.fill(held, located)
     core.stirred(state, now)
+    await _load_backoff(conn, state)
     sent = sa.select(t.request).where(t.request.c.state == "sent").order_by(t.request.c.number)
     for row in await conn.execute(sent):
         request = rows.decode_request(row.body)
@@ -79,6 +81,24 @@ async def finish_load(conn: AsyncConnection, state: State, now: float, flying: s
         flight.steps.clear()
         if request.number not in flying:
             flight.orphaned_until = now + state.policy.orphan_grace
+
+
+async def _load_backoff(conn: AsyncConnection, state: State) -> None:
+    """Batches that got no answer before a restart are not sent without a wait after it."""
+    r, retrying = t.request.c, state.policy.retrying
+    query = sa.select(r.state, r.code, r.finished_at).where(r.lane == "locations")
+    last = query.where(r.state != "sent").order_by(r.number.desc()).limit(retrying.tries)
+    failed = list(
+        itertools.takewhile(
+            lambda row: row.state == "unknown" or row.code == "unreachable",
+            await conn.execute(last),
+        )
+    )
+    if failed:
+        lane = state.lanes["locations"]
+        lane.retries = len(failed)
+        ended = rows.seconds(failed[0].finished_at)
+        lane.retry_at = ended + retrying.backoff(lane.retries, "locations")
 
 
 async def _held(conn: AsyncConnection) -> AsyncIterator[tuple[str, str, Seen]]:

@@ -11,7 +11,13 @@ import pytest
 from services.nrp_sync import core, nodes, planning
 from services.nrp_sync import provider as port
 from services.nrp_sync.diff import Key, Limits, LocationCall, Maybe, Provided
-from services.nrp_sync.provider import Action, Address, AddressLocation, LocationBatch
+from services.nrp_sync.provider import (
+    DEFAULT_SERVICE,
+    Action,
+    Address,
+    AddressLocation,
+    LocationBatch,
+)
 from services.nrp_sync.state import SOURCES
 from tests.core.nrp_world import POLICY, World, endpoint, node, pod, service, slice_of, uid
 
@@ -690,3 +696,44 @@ def test_node_without_addresses_is_no_location():
     nodes.see_node(w.state, node("n1", A), now=w.now)
     assert w.state.provided.desired.waiting == {}
     assert planning.next_due(w.state, w.now) >= w.now
+
+
+@pytest.mark.parametrize("order", [("web", "api"), ("api", "web")], ids="report-58-{0[0]}".format)
+def test_what_two_services_share_stays_until_the_second_goes(world, order):
+    """Pods, node and gateway stay with the other service; after both nothing is left."""
+    world.see(
+        slice_of("web-a", "web", ["10.0.0.1"]),
+        slice_of("api-a", "api", ["10.0.0.1"], number=101),
+        pod("p", 50, "shop", "10.0.0.1"),
+    )
+    world.run()
+    before = dict(world.provider.load_balancers)
+    uids = {"web": WEB, "api": API}
+    first, second = order
+    world.gone(service(first, int(uids[first][-2:])))
+    world.run()
+    assert held(world) == {A: {"10.0.0.1": {uids[second], "shop"}}}
+    assert world.provider.load_balancers == {uids[second]: before[uids[second]]}
+    world.gone(service(second, int(uids[second][-2:])))
+    world.gone(pod("p", 50, "shop", "10.0.0.1"))
+    world.run()
+    world.check_equal()
+    assert (world.provider.locations, world.provider.load_balancers) == ({}, {})
+    assert set(world.provider.nat_gateways) == {DEFAULT_SERVICE}
+
+
+@rows("10.4-gate")
+@pytest.mark.parametrize("gates", [False, True], ids=["change", "deletion"])
+def test_only_what_holds_an_object_does_not_wait_for_more(gates, row):
+    """Addresses of a pod that is going leave at once; other changes wait out the quiet time."""
+    w = World(POLICY._replace(quiet=5.0, latency=10.0, read_interval=1e6))
+    pods = pod("p", 1, "shop", "10.0.0.1"), pod("q", 2, "shop", "10.0.0.2")
+    w.see(node("n1", A), *pods)
+    w.run()
+    going = pod("q", 2, "shop", "10.0.0.2", finalizer=True, deletion_timestamp=GONE)
+    w.see(going if gates else pod("r", 3, "shop", "10.0.0.3", finalizer=True))
+    w.tick(1.0)
+    sent = [r for r in w.flying if isinstance(r.payload, LocationCall)]
+    assert bool(sent) is gates
+    w.run()
+    w.check_equal()

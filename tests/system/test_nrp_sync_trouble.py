@@ -5,9 +5,13 @@ import signal
 import time
 
 import pytest
+from sqlalchemy.ext.asyncio import create_async_engine
 
 from sandbox.nrp import Fault
 from schema import events
+from services.kit import config, db
+from services.nrp_sync.main import policy_of
+from services.nrp_sync.projection import NrpProjection
 from tests.feeding import T0
 from tests.system.nrp_rig import node, rig, service, slice_of, uid
 from tests.waiting import eventually
@@ -191,6 +195,28 @@ async def test_a_request_without_answer_is_settled_by_sending_again(nats_url, da
             return not rows and r.addresses(1) == {"10.0.0.1"}
 
         await eventually(settled, 20)
+
+
+async def test_wait_after_a_failure_survives_a_restart(nats_url, database_url):
+    """A process that comes back into an outage goes on waiting where the one before it was."""
+    async with rig(nats_url, database_url, LBLEDGER_NRP_RETRY_FIRST_S="20") as r:
+        await r.seen(N1, service(), slice_of("web-a", "web", ["10.0.0.1"]))
+        await r.synced()
+        await r.start()
+        await r.settled(1, "10.0.0.1")
+        r.server.faults.add(Fault(kind="error", op="update_address_locations", status=503))
+        await r.seen(slice_of("web-a", "web", ["10.0.0.2"]))
+        query = "select finished_at from nrp_sync.request where state = 'unknown'"
+        failed = await eventually(lambda: r.rows(query))
+        await r.stop()
+        engine = create_async_engine(db.driver_url(database_url))
+        projection = NrpProjection(policy_of(config.load(r.env).nrp))
+        async with engine.connect() as conn:
+            await projection.load(conn)
+        await engine.dispose()
+        lane = projection.state.lanes["locations"]
+        assert lane.retries == 1
+        assert lane.retry_at >= failed[0]["finished_at"].timestamp() + 20.0
 
 
 async def test_killed_between_sending_and_committing(nats_url, database_url):
