@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import aiohttp
 import msgspec
@@ -36,6 +36,8 @@ from services.kit.kube_errors import (
     UnsupportedMediaType,
     error_of,
 )
+from services.kit.kube_lines import LineSplitter, read_events
+from services.kit.kube_types import Page, Resource, ResourceInfo, WatchEvent
 
 if TYPE_CHECKING:
     from services.kit.kube_auth import Credentials
@@ -69,7 +71,6 @@ JSON: Final = "application/json"
 REQUEST_S: Final = 30.0
 LIST_S: Final = 60.0
 CONNECT_S: Final = 10.0
-MAX_LINE: Final = 64 << 20  # far above what etcd can hold: such a line is no event
 READ_BUFFER: Final = 1 << 20
 MAX_CONNECTIONS: Final = 256
 
@@ -79,68 +80,12 @@ Body: TypeAlias = bytes | Mapping[str, Any] | msgspec.Struct
 log = structlog.get_logger()
 
 
-class Resource(NamedTuple):
-    """A kind by its place in the API, from which paths are built."""
-
-    group: str  # "" is the core group
-    version: str
-    plural: str
-    namespaced: bool = True
-
-    @property
-    def group_version(self) -> str:
-        return f"{self.group}/{self.version}" if self.group else self.version
-
-    def path(self, namespace: str = "", name: str = "", subresource: str = "") -> str:
-        """The collection (of one namespace, or of all), an object, or a part of one."""
-        parts = [f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"]
-        if namespace and self.namespaced:
-            parts += ["namespaces", namespace]
-        parts.append(self.plural)
-        if name:
-            parts.append(name)
-        if subresource:
-            parts.append(subresource)
-        return "/".join(parts)
-
-
-class WatchEvent(msgspec.Struct, frozen=True):
-    """ADDED, MODIFIED, DELETED or BOOKMARK, with the object as it came."""
-
-    type: str
-    object: msgspec.Raw
-
-
-class ListMeta(msgspec.Struct, frozen=True, rename="camel"):
-    resource_version: str = ""
-    continue_: str = msgspec.field(default="", name="continue")
-    remaining_item_count: int | None = None
-
-
-class Page(msgspec.Struct, frozen=True):
-    """One page of a list. The first page's version is the version of the whole list."""
-
-    items: list[msgspec.Raw] | None = None
-    metadata: ListMeta = ListMeta()
-
-
-class ResourceInfo(msgspec.Struct, frozen=True):
-    """One kind of a group version, as discovery tells it."""
-
-    name: str
-    kind: str = ""
-    namespaced: bool = False
-    verbs: tuple[str, ...] = ()
-    status: bool = False  # has a status subresource
-
-
 class _ResourceList(msgspec.Struct):
     resources: list[ResourceInfo] = []
 
 
 _encode: Final = msgspec.json.Encoder().encode
 _page_decoder: Final = msgspec.json.Decoder(Page)
-_event_decoder: Final = msgspec.json.Decoder(WatchEvent)
 _discovery_decoder: Final = msgspec.json.Decoder(_ResourceList)
 
 
@@ -248,7 +193,7 @@ class Kube:
         async with self._response("GET", path, query, limits=limits, headers=headers) as response:
             yield []
             while chunk := await _chunk(response, path, idle_s):
-                events, error = _events(lines.feed(chunk), path)
+                events, error = read_events(lines.feed(chunk), path)
                 if events:
                     yield events
                 if error is not None:
@@ -420,53 +365,12 @@ class Kube:
         return response
 
 
-class LineSplitter:
-    """Bytes as they come, cut at newlines; parts of a long line are joined once, at its end."""
-
-    def __init__(self, limit: int = MAX_LINE) -> None:
-        self._parts: list[bytes] = []
-        self._limit = limit
-        self.pending = 0  # bytes of the line that has not ended
-
-    def feed(self, chunk: bytes) -> list[bytes]:
-        lines = chunk.split(b"\n")
-        if len(lines) > 1 and self._parts:
-            self._parts.append(lines[0])
-            lines[0] = b"".join(self._parts)
-            self._parts.clear()
-            self.pending = 0
-        rest = lines.pop()
-        if rest:
-            self._parts.append(rest)
-            self.pending += len(rest)
-            if self.pending > self._limit:
-                raise Unavailable(f"a watch line of more than {self._limit} bytes is no event")
-        return lines
-
-
 async def _chunk(response: aiohttp.ClientResponse, path: str, idle_s: float) -> bytes:
     """What has come, b"" at the end of the stream; Idle when nothing comes."""
     try:
         return await response.content.readany()
     except TimeoutError as error:
         raise Idle(f"GET {path}: nothing came for {idle_s:g} s", reason="Idle") from error
-
-
-def _events(lines: list[bytes], path: str) -> tuple[list[WatchEvent], KubeError | None]:
-    """The events of some lines, up to an ERROR event or a line that is none."""
-    events: list[WatchEvent] = []
-    decode = _event_decoder.decode
-    for line in lines:
-        if not line:
-            continue
-        try:
-            event = decode(line)
-        except msgspec.DecodeError as error:
-            return events, Unavailable(f"GET {path}: unreadable watch line: {error}")
-        if event.type == "ERROR":
-            return events, error_of(0, bytes(event.object))
-        events.append(event)
-    return events, None
 
 
 T = TypeVar("T")

@@ -25,6 +25,7 @@ from sandbox.kube.tls import Certificate
 from services.kit import kube as api
 from services.kit.kube import Kube, KubeError, Resource
 from services.kit.kube_auth import Credentials
+from services.kit.kube_lines import LineSplitter
 from tests.waiting import eventually
 
 LB = Resource("loadbalancer.harvesterhci.io", "v1beta1", "loadbalancers")
@@ -344,7 +345,7 @@ async def test_lines_are_put_together_however_they_are_cut(
 
 async def test_a_line_without_end_is_given_up() -> None:
     """A stream that never ends its line does not fill the memory."""
-    lines = api.LineSplitter(limit=100)
+    lines = LineSplitter(limit=100)
     assert lines.feed(b"x" * 90) == []
     with pytest.raises(api.Unavailable, match="100 bytes"):
         lines.feed(b"x" * 20)
