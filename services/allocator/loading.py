@@ -91,15 +91,19 @@ async def _load_leases(conn: AsyncConnection, state: State) -> None:
             sa.func.host(lease.c.address),
             lease.c.pool,
             lease.c.sharing_key,
+            sa.cast(lease.c.slots, sa.Text),
             lease.c.retiring,
         ).where(sa.func.upper_inf(lease.c.during), shared)
         result = await conn.stream(query.execution_options(yield_per=_CHUNK))
         async for part in result.partitions():
-            for lease_id, plural, namespace, name, uid, address, pool, share, retiring in part:
+            for (
+                lease_id, plural, namespace, name, uid, address, pool, share, slots, retiring,
+            ) in part:  # fmt: skip
                 owner = restore.holder(state, plural, f"{namespace}/{name}", uid)
                 number = addresses.parse_canonical(address)
                 held = Lease.of(lease_id, owner, number, pools.setdefault(pool, pool))
-                restore.lease(state, held, share, retiring)
+                covers = rows.read_slots(slots) if share else ()
+                restore.lease(state, held, share, covers, retiring)
 
 
 async def _load_memos(conn: AsyncConnection, state: State) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable
 from datetime import datetime
 
 import msgspec
 
 from schema import addresses
-from services.allocator.core.model import Claim, Lease, Owner, Refusal, Request
+from services.allocator.core.model import Claim, Lease, Owner, Refusal, Request, Slots
 from services.allocator.core.state import Granted
 
 _refusal_decoder = msgspec.json.Decoder(Refusal)
@@ -97,11 +98,18 @@ def lease_line(granted: Granted) -> str:
 ALL_SLOTS = "{(,)}"
 
 
-def slots_text(slots: tuple[tuple[int, int], ...]) -> str:
+def slots_text(slots: Slots) -> str:
     """Ports as a multirange; none are all of them."""
     if not slots:
         return ALL_SLOTS
     return "{" + ",".join(f"[{first},{last + 1})" for first, last in slots) + "}"
+
+
+def read_slots(text: str) -> Slots:
+    return tuple((int(first), int(after) - 1) for first, after in _RANGES(text))
+
+
+_RANGES = re.compile(r"\[(\d+),(\d+)\)").findall
 
 
 OWNER_COLUMNS = (

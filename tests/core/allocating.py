@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 
 from schema import events, names, objects
-from services.allocator.core import Rules, State, account, decide, tick
+from services.allocator.core import Rules, State, account, decide, restore, tick
+from services.allocator.core.model import Lease, Owner, Pool
+from services.allocator.core.space import Memo
 
 START = datetime(2026, 11, 30, 12, 0, tzinfo=UTC)
 KINDS = ("ippools", "namespaces", "loadbalancers", "services")
@@ -226,3 +229,43 @@ def granted(decisions: Iterable[events.Event]) -> dict[str, str]:
 
 def kinds(decisions: Iterable[events.Event]) -> list[str]:
     return [type(event).__name__ for event in decisions]
+
+
+def reborn(state: State, rng: random.Random) -> State:
+    """The state of an allocator that starts now, from rows that come in no order."""
+    new = State(state.rules)
+    new.epoch, new.now, new.serial = state.epoch, state.now, state.serial
+    new.legacy, new.imported = state.legacy, state.imported
+    new.synced, new.projects = dict(state.synced), dict(state.projects)
+    for name in sorted(state.pools):
+        old = state.pools[name]
+        pool = Pool(name, old.uid, old.view, old.epoch, old.generation, good=old.good)
+        pool.last_allocated = old.last_allocated
+        pool.claims, pool.history = dict(old.claims), dict(old.history)
+        restore.pool(new, pool)
+    owners = list(
+        {id(one): one for one in [*state.all_owners(), *state.departed.values()]}.values()
+    )
+    rng.shuffle(owners)
+    for one in owners:
+        owner = Owner(one.plural, one.key, one.uid, new.intern(one.request), one.epoch)
+        owner.generation, owner.phase, owner.ticket = one.generation, one.phase, one.ticket
+        rare = ("refusal", "claims", "created", "gone_at", "gone_how", "condemned")
+        owner.note(**{field: getattr(one, field) for field in rare})
+        restore.owner(new, owner)
+    leases = [lease for one in owners for lease in one.leases]
+    rng.shuffle(leases)
+    for lease in sorted(leases, key=lambda lease: bool(lease.share)):
+        one = lease.owner
+        holder = restore.holder(new, one.plural, one.key, one.uid)
+        held = Lease.of(lease.id, holder, lease.address, lease.pool)
+        restore.lease(new, held, lease.share, lease.slots, lease.retiring)
+    memos = [
+        memo for pool in state.pools.values() for s in pool.spaces.values() for memo in s.in_order()
+    ]
+    for memo in sorted(memos, key=lambda memo: memo.order):
+        restore.memo(
+            new, Memo(memo.address, memo.pool, memo.plural, memo.key, memo.released, memo.order)
+        )
+    restore.finish(new)
+    return new

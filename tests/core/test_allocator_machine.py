@@ -1,13 +1,14 @@
 """Random histories of a cluster against the promises that hold in every one of them.
 
 A brute-force model looks at every state: who holds what, what is free, who waits though something
-is free. Replaying the log of facts and decisions must give the same state, and telling the same
-fact twice must decide nothing.
+is free. Replaying the log of facts and decisions must give the same state, telling the same fact
+twice must decide nothing, and an allocator that is restarted decides what one does that is not.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
 from datetime import datetime, timedelta
 
 import msgspec
@@ -16,11 +17,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from schema import addresses, events, objects, selection
-from services.allocator.core import Rules, State
+from services.allocator.core import Rules, State, decide, tick
 from services.allocator.core.evolve import replay, replay_tick
 from services.allocator.core.model import Lease
 from services.allocator.core.state_of import fingerprint
-from tests.core.allocating import EVERYWHERE, World, shown
+from tests.core.allocating import EVERYWHERE, World, reborn, shown
 
 NAMES = st.sampled_from("abcdefgh")
 POOLS = st.sampled_from(["p1", "p2", "p3"])
@@ -63,16 +64,18 @@ class Allocation(RuleBasedStateMachine):
         super().__init__()
         self.world = World(self.how, synced=False)
         self.steps: list[tuple[events.AnyEvent | datetime, int, str, list[events.Event]]] = []
+        self.twin = State(self.how)  # never restarted
         feed = self.world.feed
 
         def recording(fact: events.AnyEvent) -> list[events.Event]:
             out = feed(fact)
+            twins = decide(self.twin, fact, epoch=self.world.epoch, seq=self.world.seq)
+            assert out == twins, "a restart has changed a decision"
             self.steps.append((fact, self.world.seq, self.world.epoch, out))
             self.check_decisions(out)
             return out
 
         self.world.feed = recording  # type: ignore[method-assign]
-        self.ever: dict[str, set[int]] = {}
 
     @initialize(early=st.booleans())
     def begin(self, early: bool) -> None:
@@ -120,6 +123,7 @@ class Allocation(RuleBasedStateMachine):
     def time_passes(self, seconds: int) -> None:
         before = self.world.state.now
         out = self.world.tick(seconds)
+        assert out == tick(self.twin, before + timedelta(seconds=seconds))
         self.check_decisions(out)
         self.steps.append((before + timedelta(seconds=seconds), self.world.seq, "", out))
 
@@ -155,6 +159,11 @@ class Allocation(RuleBasedStateMachine):
     def recreated(self, name: str) -> None:
         if ("loadbalancers", "default", name) in self.world.objects:
             self.world.lb(name, uid=f"new-{self.world.seq}")
+
+    @rule(seed=st.integers(0, 99))
+    def restarted(self, seed: int) -> None:
+        self.world.state = reborn(self.world.state, random.Random(seed))
+        assert fingerprint(self.world.state) == fingerprint(self.twin)
 
     @rule(project=st.sampled_from(["", "c:p1", "c:p2"]))
     def namespace(self, project: str) -> None:

@@ -1,12 +1,13 @@
 """What the field complained about in address management, each settled; the ids carry the report."""
 
+import random
 from datetime import timedelta
 
 import pytest
 
 from schema import events, objects
 from services.allocator.core import Rules
-from tests.core.allocating import START, World, granted, kinds, shown
+from tests.core.allocating import START, World, granted, kinds, reborn, shown
 
 AT_ONCE = Rules(retire=timedelta(0))
 DUAL = {"ip_families": ["IPv4", "IPv6"]}
@@ -685,3 +686,87 @@ def test_a_deleting_owner_without_address_is_no_trouble():
         assert world.gone("loadbalancers", name) == []
     assert not list(world.state.all_owners())
     assert not len(world.state.queues)
+
+
+def test_who_asked_first_is_served_first_whatever_he_waits_for():
+    """Owners of several namespaces, with and without a named pool, for whom no pool was there: the
+    new pool's addresses go out in the order of asking, not kind by kind."""
+    world = World()
+    for n in range(6):
+        wish = {"ip_pool": "p1"} if n % 3 == 2 else {}
+        world.lb(f"lb{n}", f"ns{n % 2}", **wish)
+    served = granted(world.pool("p1", "192.0.2.0/29 192.0.2.2-192.0.2.5"))
+    assert list(served) == ["lb0", "lb1", "lb2", "lb3"]
+
+
+def test_a_full_pool_that_goes_first_now_wakes_those_who_waited_elsewhere():
+    """Who waits for one pool is given the free address of another that serves him since."""
+    world = World()
+    world.pool("all", "192.0.2.2/32")
+    for name in "abc":
+        world.lb(name)
+    scope = objects.PoolScope(namespace="default", project="*", guest_cluster="*")
+    world.pool("own", "198.51.100.2/32", scope=[scope])
+    assert world.lb_address("b") == "198.51.100.2"
+    assert granted(world.gone("loadbalancers", "b")) == {"c": "198.51.100.2"}
+
+
+def test_a_sharer_joins_as_soon_as_there_is_somebody_to_join():
+    """The ports of a holder, or the pool around its address, change: a sharer that found no free
+    address takes its place beside it."""
+    world = World()
+    world.pool("p1", "192.0.2.2/32")
+    world.svc("a", ports=["TCP/80"], **share())
+    world.svc("b", ports=["TCP/80"], **share())
+    assert world.refusal("services", "b") == "PoolExhausted"
+    assert granted(world.svc("a", ports=["TCP/81"], **share())) == {"b": "192.0.2.2"}
+
+
+@pytest.mark.parametrize("how", ["retyped", "cluster"])
+def test_a_quota_counts_an_owner_that_changes_as_what_it_was(how):
+    """A place is given back under the name under which it was taken."""
+    world = World()
+    quotas = [objects.PoolQuota(namespace="*", guest_cluster="*", limit=1)]
+    world.pool("p1", "192.0.2.0/28", quotas=quotas)
+    if how == "retyped":
+        world.svc("a")
+        world.svc("a", kind="ClusterIP")
+    else:
+        world.lb("a", **guest(cluster="gc1"))
+        world.lb("a", **guest(cluster="gc2"))
+        world.lb("b", **guest(cluster="gc2"))
+        assert world.refusal("loadbalancers", "b") == "QuotaExceeded"
+        world.gone("loadbalancers", "a")
+    assert not any(count for key, count in world.state.usage.items() if "gc1" in key)
+    world.svc("c") if how == "retyped" else world.lb("c", **guest(cluster="gc1"))
+    kind = "services" if how == "retyped" else "loadbalancers"
+    assert world.addresses(kind, "c")
+
+
+def test_a_holder_outside_counts_towards_its_quota():
+    """Shrinking a pool below a holder keeps it, also in the account of the quota."""
+    world = World()
+    world.pool("p1", "192.0.2.0/29")
+    world.lb("a", address="192.0.2.6")
+    limit = [objects.PoolQuota(namespace="*", limit=1)]
+    world.pool("p1", "192.0.2.0/30", quotas=limit)
+    world.lb("b")
+    assert world.refusal("loadbalancers", "b") == "QuotaExceeded"
+    world.gone("loadbalancers", "a")
+    assert world.lb_address("b") == "192.0.2.2"
+
+
+def test_a_sharer_that_moves_covers_its_old_ports_until_it_is_gone():
+    """[metallb 2403] Also after a restart in between: the others stay, nobody takes the ports."""
+    world = World()
+    world.pool("p1", "192.0.2.0/29")
+    world.svc("a", ports=["TCP/80"], **share())
+    world.svc("b", ports=["TCP/443"], **share())
+    elsewhere = {"annotations": {"lbledger.io/address": "192.0.2.5"}}
+    world.svc("a", ports=["TCP/82"], **share(**elsewhere))
+    assert world.addresses("services", "a") == ["192.0.2.2", "192.0.2.5"]
+    world.state = reborn(world.state, random.Random(1))
+    world.svc("c", ports=["TCP/82"], **share())
+    world.svc("d", ports=["TCP/80"], **share())
+    assert world.svc_address("b") == world.svc_address("c") == "192.0.2.2"
+    assert world.svc_address("d") == "192.0.2.5"

@@ -87,7 +87,7 @@ def _addresses_of(pool: Pool, key: str) -> list[int]:
     return sorted(found)
 
 
-def _rank(state: State, owner: Owner, claim: Claim) -> tuple[bool, str, str, str]:
+def _rank(state: State, owner: Owner, claim: Claim) -> tuple[bool, str, str, str, str, int]:
     pool = _pool_of(state, claim)
     named = pool is not None and pool.claims.get(addresses.text(claim.address)) == owner.key
     return (
@@ -95,6 +95,8 @@ def _rank(state: State, owner: Owner, claim: Claim) -> tuple[bool, str, str, str
         owner.created or "9999",
         owner.uid,
         claim.source,
+        claim.pool,
+        claim.address,
     )
 
 
@@ -111,13 +113,14 @@ def _pool_of(state: State, claim: Claim) -> Pool | None:
 
 def recall_histories(state: State, pools: Iterable[Pool]) -> None:
     """What pools tell about former holders becomes memory; then they have told all."""
-    for pool in pools:
+    for pool in sorted(pools, key=lambda pool: pool.name):
         for text, key in sorted(pool.history.items()):
             try:
                 address = addresses.parse(text)
             except AddressError:
                 continue
-            state.recall(Memo(address, pool.name, LOADBALANCERS, key, BEGINNING, 0))
+            order = -state.next_serial()  # older than every release that we saw
+            state.recall(Memo(address, pool.name, LOADBALANCERS, key, BEGINNING, order))
         if pool.claims or pool.history:
             pool.claims, pool.history = {}, {}
             state.changes.pools.add(pool.name)

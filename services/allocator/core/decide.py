@@ -90,7 +90,7 @@ def conclude(state: State, *, was_ready: bool) -> list[events.Event]:
             _place_undecided(state)
         if state.showing:
             _let_movers_go(state)
-        if state.altered or state.freed or state.freed_quotas:
+        if state.altered or state.freed or state.freed_quotas or state.rejoinable:
             wake(state)
         if state.strayed:
             _note_strays(state)
@@ -107,7 +107,7 @@ def conclude(state: State, *, was_ready: bool) -> list[events.Event]:
 
 def become_ready(state: State) -> None:
     """Every pool may matter to somebody who waited through the listing."""
-    state.altered.update(dict.fromkeys(state.pools, True))
+    state.altered.update(dict.fromkeys(sorted(state.pools), True))
     state.touched.update(dict.fromkeys(state.pools))
     state.release_asked.update((n, None) for n, p in state.pools.items() if manual.asked(p))
 
@@ -164,7 +164,7 @@ def _let_movers_go(state: State) -> None:
 
 def _note_strays(state: State) -> None:
     strayed, state.strayed = state.strayed, {}
-    for owner in strayed:
+    for owner in sorted(strayed, key=lambda owner: (owner.plural, owner.key)):
         if state.knows(owner) and owner.gone_at is None:
             note_stray(state, owner)
 

@@ -210,6 +210,7 @@ def _follow(state: State) -> None:
     state.altered.clear()
     state.freed.clear()
     state.freed_quotas.clear()
+    state.rejoinable.clear()
     state.showing.clear()
     state.strayed.clear()
     state.release_asked.clear()

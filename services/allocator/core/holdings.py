@@ -18,7 +18,7 @@ from services.allocator.core.index import Index
 from services.allocator.core.model import Lease, Owner, Pool, Request
 from services.allocator.core.quota import QuotaKey
 from services.allocator.core.quota import keys as quota_keys
-from services.allocator.core.space import Memo, Space
+from services.allocator.core.space import Memo, Space, in_order
 
 BEGINNING: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -49,6 +49,7 @@ class Holdings:
         self.retiring: dict[Lease, None] = {}
         self.freed: list[tuple[str, int]] = []  # pool, address
         self.freed_quotas: dict[QuotaKey, None] = {}
+        self.rejoinable: dict[str, None] = {}  # sharing keys with another or a changed holder
         self.touched: dict[str, None] = {}  # pools to account for
         self.changes = Changes()
         self._index = Index()
@@ -127,6 +128,10 @@ class Holdings:
         """Keep account of sharers and quotas."""
         if lease.share:
             self._share_count(lease, step)
+        self.count_quotas(lease, step)
+
+    def count_quotas(self, lease: Lease, step: int) -> None:
+        """By what its owner asks for now: on a change it is taken out before and put in after."""
         pool = self.pools.get(lease.pool)
         if pool is not None and pool.quotas:
             for key in quota_keys(pool.name, pool.quotas, self.need(lease.owner.request)):
@@ -135,6 +140,7 @@ class Holdings:
                     self.freed_quotas[key] = None
 
     def _share_count(self, lease: Lease, step: int) -> None:
+        self.rejoinable[lease.share] = None
         holders = self.shares.setdefault(lease.share, {})
         holders[lease.address] = holders.get(lease.address, 0) + step
         if not holders[lease.address]:
@@ -148,12 +154,13 @@ class Holdings:
             del self.usage[key]
         if not pool.quotas:
             return
-        for space in pool.spaces.values():
-            for lease in _leases(space):
-                if lease.pool == pool.name:
-                    need = self.need(lease.owner.request)
-                    for key in quota_keys(pool.name, pool.quotas, need):
-                        self.usage[key] = self.usage.get(key, 0) + 1
+        held = {lease: None for space in pool.spaces.values() for lease in _leases(space)}
+        held.update((lease, None) for leases in self.strays.values() for lease in leases)
+        for lease in held:
+            if lease.pool == pool.name:
+                need = self.need(lease.owner.request)
+                for key in quota_keys(pool.name, pool.quotas, need):
+                    self.usage[key] = self.usage.get(key, 0) + 1
 
     def reshare(self, lease: Lease) -> None:
         """Let a lease cover what its owner asks for now: other ports, another key or policy."""
@@ -252,7 +259,8 @@ class Holdings:
     # --- memory of who had what ---
 
     def _remember(self, memo: Memo) -> None:
-        self.memory.setdefault((memo.plural, memo.key), []).append(memo)
+        memos = self.memory.setdefault((memo.plural, memo.key), [])
+        memos.insert(0 if memo.order < 0 else len(memos), memo)
         self.changes.memos[memo.pool, memo.address] = memo
 
     def _forget(self, memo: Memo) -> None:
@@ -312,6 +320,8 @@ class Holdings:
     def remove_pool(self, pool: Pool) -> None:
         """Its leases stay with their owners; nothing is granted from it any more."""
         self.reshape(pool, None)
+        pool.quotas = ()
+        self.recount_quotas(pool)
         del self.pools[pool.name]
         self.changes.pools.add(pool.name)
         self.touched.pop(pool.name, None)
@@ -339,7 +349,7 @@ class Holdings:
             if stray != before:
                 self.strayed[lease.owner] = None
             if stray:
-                self.strays[lease.address] = (*self.strays.get(lease.address, ()), lease)
+                self.strays[lease.address] = in_order((*self.strays.get(lease.address, ()), lease))
 
     def pools_around(self, address: int) -> list[Pool]:
         """Pools with a range around the address, by name."""

@@ -32,6 +32,10 @@ DELEGATED: Final = "delegated"
 WAITING: Final = "waiting"
 
 
+Slots = tuple[tuple[int, int], ...]
+"""Ports by protocol, as ranges of one number line; none are all of them."""
+
+
 class Request(NamedTuple):
     """What an owner wants, as far as addresses go. Equal requests are one object."""
 
@@ -44,7 +48,7 @@ class Request(NamedTuple):
     network: str = ""
     cluster: str = ""
     share: str = ""  # key under which the address may be shared
-    slots: tuple[tuple[int, int], ...] = ()  # ports by protocol, for sharing
+    slots: Slots = ()  # for sharing
     policy: str = ""  # what sharers must have in common besides the key
     guest: str = ""  # the Service inside a guest cluster that a ticket stands for
     guest_cluster: str = ""
@@ -67,7 +71,7 @@ class Refusal(NamedTuple):
 Wait = tuple[object, ...]
 """What an owner waits for: ("pool", name, family) capacity, ("address", number) its release,
 ("quota", pool, ...) a place in a quota, ("name", pool) a change of that pool, ("need", Need) a
-pool that is chosen, ("fit", Need) any pool that fits."""
+pool that is chosen, ("fit", Need) any pool that fits, ("share", key) a holder to join."""
 
 
 class Claim(NamedTuple):
@@ -83,7 +87,7 @@ class Terms:
     """What only a lease that is shared, or that ends a move, has."""
 
     share: str = ""  # key under which others may hold the same address
-    slots: tuple[tuple[int, int], ...] = ()  # ports that it covers; none: all
+    slots: Slots = ()  # that it covers
     policy: str = ""  # what sharers must have in common
     retiring: datetime | None = None  # since when it waits for the owner to show another one
 
@@ -118,11 +122,16 @@ class Lease:
         return f"{self.epoch}:{self._number >> 40}:{self._number & _SERIAL}"
 
     @property
+    def serial(self) -> int:
+        """Grows from lease to lease, whatever the epoch."""
+        return self._number & _SERIAL
+
+    @property
     def share(self) -> str:
         return self.terms.share
 
     @property
-    def slots(self) -> tuple[tuple[int, int], ...]:
+    def slots(self) -> Slots:
         return self.terms.slots
 
     @property
@@ -133,7 +142,7 @@ class Lease:
     def retiring(self) -> datetime | None:
         return self.terms.retiring
 
-    def cover(self, share: str, slots: tuple[tuple[int, int], ...], policy: str) -> None:
+    def cover(self, share: str, slots: Slots, policy: str) -> None:
         self.terms = Terms(share, slots if share else (), policy, self.terms.retiring)
 
     def retire(self, since: datetime | None) -> None:

@@ -93,11 +93,21 @@ def _owner_seen(
             owner.generation = meta.generation
             state.changed(owner)
         return owner
-    owner.request, owner.generation = request, meta.generation
+    _ask(state, owner, request)
+    owner.generation = meta.generation
     if owner.phase == PENDING:
         owner.note(claims=claims)
     state.undecide(owner)
     return owner
+
+
+def _ask(state: State, owner: Owner, request: Request) -> None:
+    recount = owner.leases if state.need(owner.request) != state.need(request) else ()
+    for lease in recount:
+        state.count_quotas(lease, -1)
+    owner.request = request
+    for lease in recount:
+        state.count_quotas(lease, 1)
 
 
 # --- pools ---
@@ -258,9 +268,13 @@ def sync_finished(state: State, plural: str, epoch: str, seq: int, *, absent: bo
     state.changes.marks.add(plural)
     state.refresh_ready()
     if plural in state.owners:
-        for owner in list(state.owners[plural].values()):
-            if owner.epoch != epoch and owner.gone_at is None:
-                state.depart(owner, "vanished")
+        missing = [
+            owner
+            for owner in state.owners[plural].values()
+            if owner.epoch != epoch and owner.gone_at is None
+        ]
+        for owner in sorted(missing, key=lambda owner: owner.key):
+            state.depart(owner, "vanished")
     elif plural == "ippools":
         for known in list(state.pools.values()):
             if known.epoch != epoch:

@@ -177,7 +177,10 @@ def choose(state: State, owner: Owner, pool: Pool, family: int) -> Pick | Miss:
         if oldest is not None and reusable:
             return Pick(pool, oldest.address, "longest-released")
     refusal = Refusal("PoolExhausted", exhausted(pool, space, family), pool.name)
-    return Miss(refusal, (("pool", pool.name, family),))
+    waits: tuple[Wait, ...] = (("pool", pool.name, family),)
+    if request.share:
+        waits += (("share", request.sharing_key),)
+    return Miss(refusal, waits)
 
 
 def exhausted(pool: Pool, space: Space, family: int) -> str:

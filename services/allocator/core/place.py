@@ -117,9 +117,13 @@ def shown(state: State, owner: Owner, claims: tuple[int, ...]) -> None:
 
 def retire_due(state: State) -> None:
     """Leases that have been retiring for so long that nobody will show the new address."""
-    for lease in list(state.retiring):
-        if lease.retiring is not None and lease.retiring + state.rules.retire <= state.now:
-            release(state, lease, "request-changed")
+    due = [
+        (lease.retiring, lease.serial, lease)
+        for lease in state.retiring
+        if lease.retiring is not None and lease.retiring + state.rules.retire <= state.now
+    ]
+    for _, _, lease in sorted(due):
+        release(state, lease, "request-changed")
 
 
 def _delegate(state: State, owner: Owner) -> None:

@@ -8,7 +8,6 @@ such entries is built again, so memory follows those who really wait.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
 
 from services.allocator.core.model import Owner, Wait
 
@@ -88,21 +87,21 @@ class Queues:
             queue.entries = [entry for entry in queue.entries if _holds(entry, wait)]
             heapq.heapify(queue.entries)
 
-    def pop(self, waits: Iterable[Wait]) -> tuple[Wait, Owner] | None:
-        """The first in order among those who wait for any of these; it stays counted."""
-        best: tuple[int, Wait, _Queue] | None = None
-        for wait in waits:
-            queue = self._queues.get(wait)
-            if queue is None:
-                continue
-            while queue.entries and not _holds(queue.entries[0], wait):
-                heapq.heappop(queue.entries)
-            if queue.entries and (best is None or queue.entries[0][0] < best[0]):
-                best = (queue.entries[0][0], wait, queue)
-        if best is None:
+    def first(self, wait: Wait) -> int | None:
+        """The ticket of the first in order who waits for this."""
+        queue = self._queues.get(wait)
+        if queue is None:
             return None
-        _, wait, queue = best
-        return wait, heapq.heappop(queue.entries)[2]
+        while queue.entries and not _holds(queue.entries[0], wait):
+            heapq.heappop(queue.entries)
+        return queue.entries[0][0] if queue.entries else None
+
+    def peek(self, wait: Wait) -> Owner | None:
+        return self._queues[wait].entries[0][2] if self.first(wait) is not None else None
+
+    def pop(self, wait: Wait) -> Owner:
+        """Whom first() has found; it stays counted."""
+        return heapq.heappop(self._queues[wait].entries)[2]
 
 
 def _holds(entry: _Entry, wait: Wait) -> bool:

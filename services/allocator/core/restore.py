@@ -6,11 +6,11 @@ from datetime import datetime
 
 from schema import addresses
 from schema.pools import PoolError, read_plan, read_quotas
-from services.allocator.core.model import PENDING, WAITING, Lease, Owner, Pool
+from services.allocator.core.model import PENDING, WAITING, Lease, Owner, Pool, Slots
 from services.allocator.core.observe import standing
 from services.allocator.core.place import rejoin
 from services.allocator.core.request import NO_REQUEST
-from services.allocator.core.space import Memo
+from services.allocator.core.space import Memo, in_order
 from services.allocator.core.state import Cause, State
 
 
@@ -52,12 +52,12 @@ def holder(state: State, plural: str, key: str, uid: str) -> Owner:
     return lost
 
 
-def lease(state: State, stored: Lease, share: str, retiring: datetime | None) -> None:
-    stored.owner.leases = (*stored.owner.leases, stored)
+def lease(state: State, stored: Lease, share: str, slots: Slots, retiring: datetime | None) -> None:
+    others = stored.owner.leases
+    stored.owner.leases = in_order((*others, stored)) if others else (stored,)
     pool = state.pools.get(stored.pool)
     if share:
-        request = stored.owner.request
-        stored.cover(share, request.slots, request.policy)
+        stored.cover(share, slots, stored.owner.request.policy)
     if retiring is not None:
         stored.retire(retiring)
         state.retiring[stored] = None
@@ -71,7 +71,7 @@ def lease(state: State, stored: Lease, share: str, retiring: datetime | None) ->
     for _, space in state.places(stored):
         space.put(stored)
     if state.is_stray(stored):
-        state.strays[stored.address] = (*state.strays.get(stored.address, ()), stored)
+        state.strays[stored.address] = in_order((*state.strays.get(stored.address, ()), stored))
 
 
 def memo(state: State, stored: Memo) -> None:
@@ -86,11 +86,12 @@ def memo(state: State, stored: Memo) -> None:
 def finish(state: State) -> None:
     """Everything is in: bring it into the order in which it would have come to be."""
     state.refresh_ready()
+    _agree_on_policies(state)
     state.cause = Cause(state.epoch, 0, f"{state.epoch}:0")
     for known in state.pools.values():
         for space in known.spaces.values():
             space.settle()
-    for one in sorted(state.departed.values(), key=_gone_at):
+    for one in sorted(state.departed.values(), key=_departed):
         state.await_release(one)
     for one in sorted(state.all_owners(), key=lambda one: one.ticket):
         if not one.ticket or one.gone_at is not None:
@@ -102,10 +103,35 @@ def finish(state: State) -> None:
     state.strayed.clear()
     state.touched.clear()
     state.altered.clear()
+    state.rejoinable.clear()
     state.guests_changed.clear()
     state.forget_changes()
 
 
-def _gone_at(owner: Owner) -> datetime:
+def _agree_on_policies(state: State) -> None:
+    """What sharers have in common is stored with the request of each. A lease that is not (any
+    more) what its owner asks for has it from the others."""
+    for address in [address for held in state.shares.values() for address in held]:
+        holders = _sharers(state, address)
+        policies = [one.policy for one in holders if _as_asked(one)]
+        for one in holders:
+            if policies and not _as_asked(one):
+                one.cover(one.share, one.slots, policies[0])
+
+
+def _sharers(state: State, address: int) -> tuple[Lease, ...]:
+    for known in state.pools_around(address):
+        holders = state.holders(address, known)
+        if holders:
+            return holders
+    return state.strays.get(address, ())
+
+
+def _as_asked(lease: Lease) -> bool:
+    request = lease.owner.request
+    return not lease.retiring and (lease.share, lease.slots) == (request.sharing_key, request.slots)
+
+
+def _departed(owner: Owner) -> tuple[datetime, str, str]:
     assert owner.gone_at is not None
-    return owner.gone_at
+    return owner.gone_at, owner.plural, owner.key

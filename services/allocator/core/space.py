@@ -29,7 +29,12 @@ class Memo:
     plural: str
     key: str
     released: datetime
-    order: int  # of the release among all
+    order: int  # of the release among all; below zero: before everything that we saw
+
+
+def in_order(leases: Iterable[Lease]) -> tuple[Lease, ...]:
+    """As they were granted, in whatever order they were read."""
+    return tuple(sorted(leases, key=lambda lease: lease.serial))
 
 
 class Space:
@@ -139,7 +144,10 @@ class Space:
         """Count a free address as used before (its last holder is told by the memo)."""
         fresh = memo.address not in self.free and not self._passed(memo.address)
         self.free[memo.address] = memo
-        self._queue.append(memo)
+        if memo.order < 0:
+            self._queue.appendleft(memo)
+        else:
+            self._queue.append(memo)
         if fresh:
             self._ahead.add(memo.address)
 
@@ -154,8 +162,8 @@ class Space:
         for lease in leases:
             self.held[lease.address] = (*self.holders(lease.address), lease)
         for address, held in self.held.items():
-            if isinstance(held, tuple) and len(held) == 1:
-                self.held[address] = held[0]
+            if isinstance(held, tuple):
+                self.held[address] = held[0] if len(held) == 1 else in_order(held)
         dropped = [memo for memo in self.free.values() if not self.is_free(memo.address)]
         for memo in dropped:
             del self.free[memo.address]
@@ -165,10 +173,8 @@ class Space:
 
     def put(self, lease: Lease) -> None:
         """Note a holder from storage; settle() follows when all are in."""
-        before = self.held.get(lease.address)
-        self.held[lease.address] = (
-            lease if before is None else (*self.holders(lease.address), lease)
-        )
+        before = self.holders(lease.address)
+        self.held[lease.address] = in_order((*before, lease)) if before else lease
 
     def put_memo(self, memo: Memo) -> None:
         self.free[memo.address] = memo
