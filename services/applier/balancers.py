@@ -130,26 +130,44 @@ def _announced(
 
 
 def _slices(made: Plan, doc: OwnerDoc, lb: objects.LoadBalancer) -> bool:
-    """Returns whether every slice stands as wanted."""
+    """Returns whether every slice stands as wanted.
+
+    Where a family has several slices (backends with a port of their own, more than a thousand), one
+    that loses its ready endpoints waits until those that get some show them: between two writes
+    nothing would be ready, and the node behind the address exposed.
+    """
     state = made.state
     standing = True
-    wanted_names = set()
-    for wanted in shapes.slices(lb, doc):
+    wanted_slices = shapes.slices(lb, doc)
+    names_wanted = {wanted["metadata"]["name"] for wanted in wanted_slices}
+    shown = {name: state.known(_slice_ref(doc, name)) for name in names_wanted}
+    opening = shapes.opening(wanted_slices, shown)
+    for wanted in wanted_slices:
         name = wanted["metadata"]["name"]
-        wanted_names.add(name)
-        known = state.known(ObjectRef("endpointslices", doc.namespace, name))
+        known = shown[name]
         key = Key("endpointslices", doc.namespace, name)
         made.contested(key)
         if known is not None and not _ours(made, doc, known, conditions.RESOLVED):
             standing = False
         elif known is None or shapes.slice_differs(wanted, known):
             standing = False
+            if wanted["addressType"] in opening and shapes.closes(wanted, known):
+                made.pending = True
+                continue
             uid = known.metadata.uid if known is not None else ""
             made.add(slice_write(made, key, doc.owner, "EndpointSlice", wanted, uid))
     for ref in state.slices_of(doc.uid):
-        if ref.name not in wanted_names:
-            _drop(made, doc, ref)
+        if ref.name not in names_wanted:
+            known = state.known(ref)
+            if known is not None and known.address_type in opening:
+                made.pending = True
+            else:
+                _drop(made, doc, ref)
     return standing
+
+
+def _slice_ref(doc: OwnerDoc, name: str) -> ObjectRef:
+    return ObjectRef("endpointslices", doc.namespace, name)
 
 
 def _drop(made: Plan, doc: OwnerDoc, ref: ObjectRef) -> None:

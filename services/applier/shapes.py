@@ -257,6 +257,31 @@ def _slice(
     }
 
 
+def opening(wanted: list[Body], shown: Mapping[str, objects.EndpointSlice | None]) -> set[str]:
+    """Families of which a slice is to get a ready endpoint that it does not show yet."""
+    return {
+        body["addressType"]
+        for body in wanted
+        if _wants_ready(body) and not _shows_ready(shown[body["metadata"]["name"]])
+    }
+
+
+def closes(wanted: Body, known: objects.EndpointSlice | None) -> bool:
+    """Whether a slice is to have no ready endpoint any more."""
+    return _shows_ready(known) and not _wants_ready(wanted)
+
+
+def _wants_ready(wanted: Body) -> bool:
+    return any(endpoint["conditions"]["ready"] for endpoint in wanted["endpoints"])
+
+
+def _shows_ready(known: objects.EndpointSlice | None) -> bool:
+    return known is not None and any(
+        endpoint.conditions is None or endpoint.conditions.ready is not False
+        for endpoint in known.endpoints or []
+    )
+
+
 def slice_differs(wanted: Body, known: objects.EndpointSlice) -> list[str]:
     """The parts of a slice that are not as wanted."""
     found = _metadata_differs(wanted["metadata"], known.metadata)

@@ -1,6 +1,8 @@
 """What the applier writes for a load balancer of virtual machines, decision by decision."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from schema import names
 from schema.subjects import ObjectRef
@@ -285,6 +287,43 @@ def test_both_families_and_own_ports_have_slices_of_their_own():
     assert [e.addresses for e in six.endpoints] == [["2001:db8::7"]]
     assert (own.ports[0].port, own.endpoints[0].target_ref) == (9090, None)
     assert world.service().spec.ip_families == ["IPv4", "IPv6"]
+
+
+IMAGES = st.lists(
+    st.dictionaries(st.sampled_from([0, 9090, 9091]), st.booleans(), max_size=3), max_size=6
+)
+
+
+@given(IMAGES)
+def test_report_17_something_is_ready_between_the_writes_of_several_slices(images):
+    """Backends with ports of their own come, go, fail and recover: the slices take turns, so that
+    a ready endpoint is shown after every single write, and all end as wanted."""
+    world = World()
+    owner = world.balancer()
+    world.grant(owner, "192.0.2.10")
+    world.resolve(owner)
+    world.wait(1)
+
+    def shown():
+        names = [ref for ref in world.api.objects if ref.plural == "endpointslices"]
+        return [e for ref in names for e in world.api.view(ref).endpoints or []]
+
+    put = world.api.put
+
+    def put_and_look(ref, new):
+        put(ref, new)
+        assert any(endpoint.conditions.ready for endpoint in shown())
+
+    world.api.put = put_and_look
+    for image in images:
+        backends = [
+            backend(f"b{port}", f"10.9.9.{port % 97}", ready=ready, kind="Address", port=port)
+            for port, ready in sorted(image.items())
+        ]
+        world.resolve(owner, *backends)
+        world.wait(1)
+        ready = {e.addresses[0] for e in shown() if e.conditions.ready}
+        assert ready == {b.address for b in backends if b.ready} or {DUMMY}
 
 
 def test_extension_fields_pass_to_the_service_by_field_or_annotation():
