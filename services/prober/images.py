@@ -254,7 +254,8 @@ def of_explicit(balancer: Balancer) -> Iterator[Backend]:
                 kind="Address",
                 namespace=balancer.owner.namespace,
                 name=item.name,
-                uid=f"address:{item.name}",
+                # At another port it is another backend: no verdict may carry over.
+                uid=f"address:{item.name}:{item.port}" if item.port else f"address:{item.name}",
                 address=item.address,
                 port=item.port,
                 ready=False,

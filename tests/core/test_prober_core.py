@@ -264,6 +264,27 @@ def test_explicit_backends_and_pods_are_backends_too():
     assert event.backends[1].node == "n1"
 
 
+def test_an_explicit_backend_at_another_port_is_another_one():
+    """Nobody has asked that port yet: it is not ready, and a late verdict on the old one is void."""
+    db = {"name": "db", "address": "10.9.0.1"}
+    world = World().see(
+        balancer(
+            health_check=CHECK,
+            backend_server_selector={},
+            backends=[ExplicitBackend(**db, port=5432)],
+        )
+    )
+    (event,) = world.settle()
+    (old,) = event.backends
+    late = world.verdict("db", True, address=old.address)._replace(uid=old.uid)
+    assert world.judge(late)[0].healthy == 1
+    moved = [ExplicitBackend(**db, port=5433)]
+    world.see(balancer(health_check=CHECK, backend_server_selector={}, backends=moved))
+    (event,) = world.settle()
+    assert (event.backends[0].ready, event.dummy) == (False, "192.0.0.8")
+    assert world.judge(late._replace(started=2.0)) == []
+
+
 def test_a_selector_of_pods_without_a_pod_says_where_to_look():
     """Most pods are not watched unless a setting says so; it is told until there is one."""
     world = World().see(balancer(backend_pod_selector={"app": ["pod"]}), machine("vm1", "10.0.0.4"))
