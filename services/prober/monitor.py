@@ -10,6 +10,7 @@ Other replicas may make some of the checks; their results come in here and are t
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from itertools import chain
@@ -57,6 +58,7 @@ EVERYTHING_FAILED: Final = (
     " prober's own network, the last verdicts stand"
 )
 LOOK: Final = timedelta(seconds=0.1)  # between two looks at what is held
+PORTION: Final = 10_000  # backends that change hands at once: nothing else goes on meanwhile
 ASKED: Final = "asked"  # another replica has the next word
 
 Key = tuple[str, str, int]  # uid, address and own port of a backend
@@ -87,6 +89,7 @@ class Monitor:
         self._held: set[str] = set()  # owners that are held on record
         self._looked = datetime.min.replace(tzinfo=UTC)
         self._total = 0
+        self._unsettled: deque[Watched] = deque()  # after a change of replicas
         self.engine = make_engine(self.take)
         self._leader = leader or Leader()
         self._leader.attach(self.engine, self.feed, self._settle_all)
@@ -111,6 +114,7 @@ class Monitor:
         for uid in list(self._watched):
             self._forget(uid)
         self._places.reset()
+        self._unsettled.clear()
         self._fault.reset()
         _held_gauge.set(0)
         _targets.set(self._total)
@@ -195,21 +199,28 @@ class Monitor:
         for target in watched.targets:
             self._leader.take_back(watched.replica, target)
         self._total -= len(watched.targets)
+        watched.targets = ()
         self._fault.drop(watched)
         self._pending.pop(watched, None)
         self._made(watched)
 
     def _settle_all(self) -> None:
         """Replicas came or went: have each backend checked where it belongs now."""
+        self._unsettled = deque(self._backends())
+        self._settle_some()
+        self._places.show_signs(self._backends(), self.engine.now())
+
+    def _settle_some(self) -> None:
         now = self.engine.now()
-        for watched in self._backends():
-            self._places.settle(watched, now)
-        self._places.show_signs(self._backends(), now)
+        for _ in range(min(PORTION, len(self._unsettled))):
+            self._places.settle(self._unsettled.popleft(), now)
 
     def tick(self) -> None:
         """To be called some times a second."""
         now = self.engine.now()
         self._leader.tick(now)
+        self._settle_some()
+        self._leader.flush()
         self._places.tick(self._backends(), now)
 
     def _backends(self) -> Iterator[Watched]:

@@ -26,6 +26,8 @@ FAMILIES: Final = ("IPv4", "IPv6")
 PROTOCOLS: Final = ("TCP", "HTTP", "HTTPS", "GRPC", "UDP")
 MAX_THRESHOLD: Final = 1_000
 MAX_SECONDS: Final = 86_400
+MAX_PATH: Final = 2_048
+MAX_CODES: Final = 256
 ANNOTATION: Final = "lbledger.io/"
 _LABEL_KEY: Final = re.compile(
     r"([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
@@ -252,6 +254,9 @@ class _Reader:
                 f"{field}.path is {path!r}: must start with '/' and hold no space, control"
                 " character or anything beyond ASCII (percent-encode it)"
             )
+        for name, text, most in (("path", path, MAX_PATH), ("codes", check.codes, MAX_CODES)):
+            if len(text) > most:
+                raise Unfit(f"{field}.{name} has {len(text)} characters: must be at most {most}")
         if check.host and not (_HOST.fullmatch(check.host) and len(check.host) <= 253):
             raise Unfit(f"{field}.host is {check.host!r}: must be a host name or an address")
         if not _SERVICE.fullmatch(check.service):

@@ -265,7 +265,7 @@ def test_explicit_backends_and_pods_are_backends_too():
 
 
 def test_an_explicit_backend_at_another_port_is_another_one():
-    """Nobody has asked that port yet: it is not ready, and a late verdict on the old one is void."""
+    """Nobody has asked that port yet: it is not ready, and a late verdict changes nothing."""
     db = {"name": "db", "address": "10.9.0.1"}
     world = World().see(
         balancer(

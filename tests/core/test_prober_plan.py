@@ -96,6 +96,11 @@ def test_a_second_can_be_made_shorter():
             id="path",
         ),
         pytest.param(
+            HealthCheck(port=80, protocol="HTTP", path="/" + "x" * 2_048),
+            "spec.healthCheck.path has 2049 characters: must be at most 2048",
+            id="long-path",
+        ),
+        pytest.param(
             HealthCheck(port=80, protocol="HTTP", host="a\r\nX-Evil: 1"),
             "spec.healthCheck.host is 'a\\r\\nX-Evil: 1': must be a host name or an address",
             id="host-injection",
