@@ -16,7 +16,8 @@ import msgspec
 
 from bench.harness import Figure, Row, rss_mb
 from services.nrp_sync import core
-from services.nrp_sync.diff import Limits, Provided
+from services.nrp_sync.batches import Limits
+from services.nrp_sync.diff import Provided
 from services.nrp_sync.sources import Location, Member, Name, Reading
 from services.nrp_sync.state import State
 

@@ -28,7 +28,7 @@ from services.nrp_sync.azure_wire import (
     public_ip_body,
     services_body,
 )
-from services.nrp_sync.diff import LocationCall
+from services.nrp_sync.batches import LocationCall
 from services.nrp_sync.memory import MemoryProvider
 from services.nrp_sync.provider import LoadBalancer, ProviderSettings, PublicAddress, ServiceBatch
 from services.nrp_sync.sources import Name, Reading

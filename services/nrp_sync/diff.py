@@ -8,25 +8,22 @@ changed address costs one entry.
 Guarantees: what is held changes only by what was acknowledged or read; an acknowledgement counts
 for what was sent, not for what is wanted by then; a `Maybe` always differs, until an
 acknowledgement or a reading settles it. A location is sent as FullUpdate exactly when the provider
-surely or possibly lacks it, and then no address of it is surely held, so nothing is lost.
+surely or possibly lacks it, and then no address of it is surely held, so nothing is lost. What
+other people map stays: it is sent along, and their locations are neither replaced nor deleted.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
+from services.nrp_sync.batches import WHOLE, Builder, Key, Limits, LocationCall
 from services.nrp_sync.desired import Desired
-from services.nrp_sync.provider import Action, Address, AddressLocation, LocationBatch
+from services.nrp_sync.provider import Action, Address
 from services.nrp_sync.sources import NONE, Refs
-
-ENTRY_BYTES: Final = 40  # of JSON around one address: names of fields, quotes, commas
-LOCATION_BYTES: Final = 120
-WHOLE: Final = ""
-"""Stands for the whole location where an address is expected."""
 
 
 class Maybe(msgspec.Struct, frozen=True, gc=False):
@@ -38,42 +35,11 @@ class Maybe(msgspec.Struct, frozen=True, gc=False):
 Seen: TypeAlias = Refs | Maybe
 
 
-class Key(NamedTuple):
-    location: str
-    address: str
-
-
-class LocationCall(msgspec.Struct, frozen=True, kw_only=True):
-    """One batch, and for each location that it deletes the addresses that go with it."""
-
-    batch: LocationBatch
-    emptied: dict[str, tuple[str, ...]] = {}
-
-    def keys(self) -> Iterator[Key]:
-        for entry in self.batch.locations:
-            for item in entry.addresses:
-                yield Key(entry.location, item.address)
-        for location, addresses in self.emptied.items():
-            for address in addresses:
-                yield Key(location, address)
-
-    def locations(self) -> Iterator[str]:
-        return (entry.location for entry in self.batch.locations)
-
-    def size(self) -> int:
-        return sum(len(entry.addresses) or 1 for entry in self.batch.locations)
-
-
 class Before(NamedTuple):
     """What was held before a batch was sent, to return to when it was surely not applied."""
 
     seen: dict[Key, Seen]
     located: dict[str, bool | None]
-
-
-class Limits(NamedTuple):
-    addresses: int = 500
-    bytes: int = 1 << 20
 
 
 class Provided:
@@ -91,6 +57,10 @@ class Provided:
         self.unsettled: dict[str, int] = {}
         """Service to the number of addresses that differ and concern it."""
         self.population: dict[str, int] = {}
+        self.foreign: dict[str, dict[str, Refs]] = {}
+        """What other people map, by location and address."""
+        self.foreign_known = False
+        """Whether that was read since we started; before, no location is deleted as a whole."""
         self.unknown = 0
         """Addresses of which it is not known what the provider holds."""
         self.busy: set[str] = set()
@@ -154,7 +124,7 @@ class Provided:
         self.stirred = True
         if present:
             self.idle.discard(location)
-        elif location in self.located:
+        elif location in self.located and location not in self.foreign:
             self.idle.add(location)
 
     # --- changes of what is held ---
@@ -186,10 +156,25 @@ class Provided:
             self.idle.discard(location)
         else:
             self.located[location] = state
-            if location not in self.desired.at:
+            if location not in self.desired.at and location not in self.foreign:
                 self.idle.add(location)
         if keep:
             self.dirty_locations.add(location)
+
+    def set_foreign(self, location: str, addresses: dict[str, Refs]) -> None:
+        """Learn what other people map at a location."""
+        if addresses:
+            self.foreign[location] = addresses
+            self.idle.discard(location)
+        elif self.foreign.pop(location, None):
+            self._touched(location, location in self.desired.at)
+
+    def _own(self, location: str, item: Address) -> Refs:
+        """Of the services in an entry, those that are ours."""
+        foreign = self.foreign.get(location, {}).get(item.address)
+        if not foreign:
+            return item.services
+        return tuple(name for name in item.services if name not in foreign)
 
     def fill(self, rows: Iterable[tuple[str, str, Seen]], located: dict[str, bool]) -> None:
         """Take over what was held when we stopped. Rows come ordered by location."""
@@ -232,7 +217,8 @@ class Provided:
         before = Before({}, {location: self.located.get(location) for location in call.locations()})
         for entry in call.batch.locations:
             for item in entry.addresses:
-                self._doubt(before, entry.location, item.address, item.services)
+                own = self._own(entry.location, item)
+                self._doubt(before, entry.location, item.address, own)
             for address in call.emptied.get(entry.location, ()):
                 self._doubt(before, entry.location, address, NONE)
             self.busy.add(entry.location)
@@ -256,12 +242,13 @@ class Provided:
                 for address in [a for a in self.deviant.get(location, ()) if a not in listed]:
                     self.see(location, address, NONE)
             for item in entry.addresses:
-                self.see(location, item.address, item.services)
+                self.see(location, item.address, self._own(location, item))
             if not entry.addresses:
                 self.locate(location, None)
             else:
                 # A location that was emptied address by address may be left there, or be gone.
-                self.locate(location, bool(self.population.get(location)))
+                left = location in self.foreign or bool(self.population.get(location))
+                self.locate(location, left)
 
     def give_up(self, call: LocationCall, before: Before, *, applied: bool | None) -> None:
         """It failed. `applied` False: surely not done. None: nobody knows, and the rows say so."""
@@ -292,7 +279,7 @@ class Provided:
         """
         places = sorted(self.deviant.keys() | self.idle)
         start = next((i for i, place in enumerate(places) if place > self.cursor), 0)
-        builder = _Builder(limits, suspects)
+        builder = Builder(limits, suspects)
         for place in places[start:] + places[:start]:
             if place in self.busy:
                 continue
@@ -302,14 +289,16 @@ class Provided:
         return builder.call()
 
     def _add(
-        self, builder: _Builder, location: str, removals: bool, skip: Callable[[Key], bool]
+        self, builder: Builder, location: str, removals: bool, skip: Callable[[Key], bool]
     ) -> bool:
         """Put one location into the batch; False when the batch is full."""
         odd = self.deviant.get(location, {})
-        if location not in self.desired.at:
+        foreign = self.foreign.get(location, {})
+        if location not in self.desired.at and self.foreign_known and not foreign:
             gone = skip(Key(location, WHOLE)) or not removals
             return gone or builder.delete(location, odd)
-        full = self.located.get(location) is not True
+        full = self.located.get(location) is not True and not foreign
+        full = full and location in self.desired.at
         wishes: dict[str, Refs] = {}
         shrinking = growing = False
         for address in sorted(odd):
@@ -328,57 +317,9 @@ class Provided:
             # Nothing to put, but what may be left of an earlier request has to go.
             doubtful = full and removals and location in self.located and bool(odd)
             return not doubtful or builder.delete(location, odd)
+        for address in wishes.keys() & foreign.keys():
+            wishes[address] = tuple(sorted({*wishes[address], *foreign[address]}))
         return builder.put(location, wishes, full=full, whole=shrinking and growing)
-
-
-class _Builder:
-    """A batch that grows until it is full."""
-
-    def __init__(self, limits: Limits, suspects: dict[Key, int]) -> None:
-        self._limits, self._suspects = limits, suspects
-        self._most = limits.addresses
-        self._bytes = limits.bytes
-        self._size = 0
-        self._entries: list[AddressLocation] = []
-        self._emptied: dict[str, tuple[str, ...]] = {}
-
-    def delete(self, location: str, odd: Iterable[str]) -> bool:
-        if not self._room(Key(location, WHOLE), LOCATION_BYTES):
-            return False
-        self._entries.append(AddressLocation(location=location))
-        self._emptied[location] = tuple(sorted(odd))
-        return True
-
-    def put(self, location: str, wishes: dict[str, Refs], *, full: bool, whole: bool) -> bool:
-        """False when not all of it went in. `whole`: better in the next batch than in two."""
-        if whole and self._size and self._size + len(wishes) > self._most:
-            return False
-        self._bytes -= LOCATION_BYTES
-        taken = []
-        for address, refs in wishes.items():
-            weight = ENTRY_BYTES + len(address) + sum(len(name) + 3 for name in refs)
-            if not self._room(Key(location, address), weight):
-                break
-            taken.append(Address(address=address, services=refs))
-        if taken:
-            action = Action.FULL if full else Action.PARTIAL
-            self._entries.append(
-                AddressLocation(location=location, addresses=tuple(taken), action=action)
-            )
-        return len(taken) == len(wishes)
-
-    def _room(self, key: Key, weight: int) -> bool:
-        most = min(self._most, self._suspects.get(key, self._most))
-        if self._size and (self._size + 1 > most or weight > self._bytes):
-            return False
-        self._most, self._size, self._bytes = most, self._size + 1, self._bytes - weight
-        return True
-
-    def call(self) -> LocationCall | None:
-        if not self._entries:
-            return None
-        entries = tuple(sorted(self._entries, key=lambda entry: entry.location))
-        return LocationCall(batch=LocationBatch(locations=entries), emptied=self._emptied)
 
 
 def possible(seen: Seen) -> Refs:

@@ -12,7 +12,7 @@ from typing import Final
 import structlog
 
 from services.nrp_sync import provider as port
-from services.nrp_sync.diff import LocationCall
+from services.nrp_sync.batches import LocationCall
 from services.nrp_sync.errors import LONGEST_WAIT
 from services.nrp_sync.provider import Provider, ProviderError, ServiceBatch
 from services.nrp_sync.state import Done, Failed, Outcome, Request, Snapshot

@@ -16,8 +16,9 @@ import msgspec
 from schema import events, objects
 from schema.names import EGRESS_LABEL, NRP_FINALIZER
 from services.nrp_sync import images, operations
+from services.nrp_sync.batches import Key
 from services.nrp_sync.core import member_of, settle, start, stirred
-from services.nrp_sync.diff import Key, possible
+from services.nrp_sync.diff import possible
 from services.nrp_sync.shapes import parse_ip
 from services.nrp_sync.sources import NOWHERE, Name, Reading, Source
 from services.nrp_sync.state import Pod, Release, State, Trace, stamp

@@ -21,7 +21,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from schema.tables import nrp_sync as t
 from schema.tables import service_tables
 from services.nrp_sync import planning, readback
-from services.nrp_sync.diff import LocationCall, Maybe, possible
+from services.nrp_sync.batches import LocationCall
+from services.nrp_sync.diff import Maybe, possible
 from services.nrp_sync.projection import NrpProjection
 from services.nrp_sync.provider import ServiceBatch
 from services.nrp_sync.state import Flight, Policy, Request, Snapshot, State

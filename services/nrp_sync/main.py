@@ -18,8 +18,8 @@ from services.kit.projector import Projector
 from services.kit.retry import wait_or_stop
 from services.kit.runtime import Runtime
 from services.nrp_sync import effects, metrics, store
+from services.nrp_sync.batches import Limits
 from services.nrp_sync.connecting import connect
-from services.nrp_sync.diff import Limits
 from services.nrp_sync.projection import Ended, NrpProjection, Repair, Tick
 from services.nrp_sync.provider import Provider
 from services.nrp_sync.state import Done, Failed, Outcome, Policy, Request

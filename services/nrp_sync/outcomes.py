@@ -12,8 +12,9 @@ from typing import Final
 
 from schema import events
 from services.nrp_sync import operations, readback
+from services.nrp_sync.batches import WHOLE, Key, LocationCall
 from services.nrp_sync.core import settle, stirred
-from services.nrp_sync.diff import WHOLE, Key, LocationCall, possible
+from services.nrp_sync.diff import possible
 from services.nrp_sync.sources import Name
 from services.nrp_sync.state import (
     Done,

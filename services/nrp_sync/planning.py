@@ -16,8 +16,8 @@ import msgspec
 
 from schema import events
 from services.nrp_sync import egress, images, operations, readback
+from services.nrp_sync.batches import Key, LocationCall
 from services.nrp_sync.core import settle
-from services.nrp_sync.diff import Key, LocationCall
 from services.nrp_sync.operations import Operation
 from services.nrp_sync.provider import (
     ServiceBatch,

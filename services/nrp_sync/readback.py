@@ -88,6 +88,14 @@ class _Shown:
                     return spec
         return None
 
+    def foreign(self, known: set[OpKey]) -> set[str]:
+        """Services that are not ours: the provider's own, and inbound ones not named by us."""
+        return {DEFAULT_SERVICE} | {
+            name
+            for name, service in self.services.items()
+            if not service.kind.outbound and not is_uid(name) and ("inbound", name) not in known
+        }
+
     def unclaimed(self, known: set[OpKey]) -> list[OpKey]:
         """Services at the provider that have a name of our making and no operation."""
         found: set[OpKey] = set()
@@ -121,10 +129,10 @@ def reconcile(state: State, flight: Flight, snapshot: Snapshot, now: float) -> N
             found += 1
             _adopt(state, kind, identity, shown, now)
     provided = state.provided
-    held = _ours(snapshot)
+    held, others = _split(snapshot, shown.foreign(set(state.operations)))
     left = held.keys() | provided.desired.at.keys() | provided.deviant.keys()
-    left |= provided.located.keys()
-    state.comparing = Comparing(flight, held, sorted(left, reverse=True), found)
+    left |= provided.located.keys() | others.keys() | provided.foreign.keys()
+    state.comparing = Comparing(flight, held, others, sorted(left, reverse=True), found)
     compare_some(state, now)
 
 
@@ -138,6 +146,7 @@ def compare_some(state: State, now: float) -> None:
         location = work.left.pop()
         budget -= 1 + len(provided.desired.at.get(location, ()))
         if location not in work.flight.touched_locations and location not in provided.busy:
+            provided.set_foreign(location, work.foreign.get(location, {}))
             work.found += _location(state, location, work.shown.get(location))
     stirred(state, now)
     if not work.left:
@@ -152,6 +161,8 @@ def _finish(state: State, found: int, now: float) -> None:
         state.drift_found += found
         state.note("drift_found_total", value=found)
     state.read_at = now
+    state.provided.foreign_known = True
+    state.stuck = False
     state.dirty_view = True
     state.check_releases = True
 
@@ -190,25 +201,29 @@ def _adopt(state: State, kind: Kind, identity: str, shown: _Shown, now: float) -
     settle(state, op, now)
 
 
-def _ours(snapshot: Snapshot) -> dict[str, dict[str, Refs]]:
-    """Locations and addresses, without what only the provider's own service uses, and without what
-    can't be ours: no address, or another family than its location's."""
-    found: dict[str, dict[str, Refs]] = {}
+def _split(
+    snapshot: Snapshot, foreign: set[str]
+) -> tuple[dict[str, dict[str, Refs]], dict[str, dict[str, Refs]]]:
+    """Addresses with the services that are ours, and with those that are not, by location. Left out
+    is what can be nobody's: no address, or another family than its location's."""
+    ours: dict[str, dict[str, Refs]] = {}
+    others: dict[str, dict[str, Refs]] = {}
     for entry in snapshot.locations:
         if parse_ip(entry.location) != entry.location:
             continue
-        addresses = {
-            item.address: item.services
-            if DEFAULT_SERVICE not in item.services
-            else tuple(name for name in item.services if name != DEFAULT_SERVICE)
-            for item in entry.addresses
-            if parse_ip(item.address) == item.address
-            and family_of(item.address) == family_of(entry.location)
-        }
-        ours = {address: names for address, names in addresses.items() if names}
-        if ours or not entry.addresses:
-            found[entry.location] = ours
-    return found
+        if not entry.addresses:
+            ours[entry.location] = {}
+        for item in entry.addresses:
+            address, family = parse_ip(item.address), family_of(entry.location)
+            if address != item.address or family_of(address) != family:
+                continue
+            theirs = foreign.intersection(item.services)
+            own = tuple(name for name in item.services if name not in theirs)
+            if own:
+                ours.setdefault(entry.location, {})[address] = own
+            if theirs:
+                others.setdefault(entry.location, {})[address] = tuple(sorted(theirs))
+    return ours, others
 
 
 def _location(state: State, location: str, shown: dict[str, Refs] | None) -> int:
@@ -223,7 +238,7 @@ def _location(state: State, location: str, shown: dict[str, Refs] | None) -> int
     for address in sorted(wrong):
         provided.see(location, address, there.get(address, NONE))
     found = len(wrong)
-    there_at_all = True if shown is not None else None
+    there_at_all = True if shown is not None or location in provided.foreign else None
     if provided.located.get(location) is not there_at_all:
         provided.locate(location, there_at_all)
         found += 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from services.nrp_sync.diff import Key, LocationCall
+from services.nrp_sync.batches import Key, LocationCall
 from services.nrp_sync.operations import Operation
 from services.nrp_sync.provider import LoadBalancer, NatGateway, PublicAddress, ServiceBatch
 from services.nrp_sync.sources import Name, Source

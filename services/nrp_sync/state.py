@@ -16,7 +16,8 @@ import msgspec
 
 from schema import events
 from services.nrp_sync import steps
-from services.nrp_sync.diff import Before, Key, Limits, LocationCall, Provided
+from services.nrp_sync.batches import Key, Limits, LocationCall
+from services.nrp_sync.diff import Before, Provided
 from services.nrp_sync.operations import Operation
 from services.nrp_sync.provider import (
     AddressLocation,
@@ -140,6 +141,7 @@ class Comparing:
 
     flight: Flight
     shown: dict[str, dict[str, Refs]]
+    foreign: dict[str, dict[str, Refs]]
     left: list[str]
     found: int = 0
 

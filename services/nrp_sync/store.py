@@ -21,7 +21,8 @@ from schema import events
 from schema.tables import nrp_sync as t
 from schema.tables import service_tables
 from services.nrp_sync import core, egress, planning, rows
-from services.nrp_sync.diff import Key, Maybe, Seen
+from services.nrp_sync.batches import Key
+from services.nrp_sync.diff import Maybe, Seen
 from services.nrp_sync.sources import LeftOut, Name, Refs, Source
 from services.nrp_sync.state import (
     Ended,
@@ -70,6 +71,7 @@ async def finish_load(conn: AsyncConnection, state: State, now: float, flying: s
     state.provided.fill(held, located)
     core.stirred(state, now)
     await _load_backoff(conn, state)
+    state.read_wanted = True
     sent = sa.select(t.request).where(t.request.c.state == "sent").order_by(t.request.c.number)
     for row in await conn.execute(sent):
         request = rows.decode_request(row.body)

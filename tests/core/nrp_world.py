@@ -17,7 +17,8 @@ from schema import events, objects
 from schema.names import EGRESS_LABEL, NRP_CLASS, NRP_FINALIZER, SERVICE_NAME_LABEL
 from services.nrp_sync import core, effects, egress, images, nodes, outcomes, planning
 from services.nrp_sync import provider as port
-from services.nrp_sync.diff import Key, LocationCall, Seen
+from services.nrp_sync.batches import Key, LocationCall
+from services.nrp_sync.diff import Seen
 from services.nrp_sync.memory import MemoryProvider
 from services.nrp_sync.operations import Operation
 from services.nrp_sync.provider import DEFAULT_SERVICE, ServiceBatch
@@ -395,6 +396,7 @@ class World:
             assert number == request.number
         rows.sent = {n: r for n, r in rows.sent.items() if r.lane != "read"}
         self.flying = []
+        state.read_wanted = True
         self.settle()
 
     def _restore_slice(self, source: Source) -> None:
@@ -418,7 +420,8 @@ class World:
         busy_places = {p for r in self.flying for p in _places(r)}
         assert not busy_services & {p.key for p in request.parts}, "two writers of one service"
         assert not busy_places & set(_places(request)), "two writers of one location"
-        assert DEFAULT_SERVICE not in repr(request.payload), "the reserved service is touched"
+        if not isinstance(request.payload, LocationCall):
+            assert DEFAULT_SERVICE not in repr(request.payload), "the reserved service is touched"
         for part in request.parts:
             op = self.state.operations[part.key]
             if part.step.verb in REMOVING:
@@ -441,7 +444,8 @@ class World:
             assert len({a.address for a in entry.addresses}) == len(entry.addresses)
             for item in entry.addresses:
                 assert (":" in item.address) == (":" in entry.location), "families are mixed"
-                for name in item.services:
+                foreign = self.state.provided.foreign.get(entry.location, {})
+                for name in set(item.services).difference(foreign.get(item.address, ())):
                     keys = (("inbound", name), ("outbound", name))
                     ops = [self.state.operations[k] for k in keys if k in self.state.operations]
                     assert any(op.serving for op in ops), f"{name} is not registered"

@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY
 
 from services.nrp_sync import effects, metrics, planning
 from services.nrp_sync import provider as port
-from services.nrp_sync.diff import Key, Limits, LocationCall
+from services.nrp_sync.batches import Key, Limits, LocationCall
 from services.nrp_sync.provider import (
     DEFAULT_SERVICE,
     LoadBalancer,
@@ -20,6 +20,7 @@ from services.nrp_sync.provider import (
     ServiceKind,
     ServiceRegistration,
 )
+from services.nrp_sync.sources import Name
 from services.nrp_sync.steps import Phase
 from tests.core.nrp_world import POLICY, World, node, pod, run_now, service, slice_of, uid
 
@@ -278,7 +279,7 @@ def test_request_of_a_dead_process_is_settled(row, reached):
             w.reach(request)
     w.restart()
     w.tick(POLICY.orphan_grace / 2)
-    assert w.flying == []
+    assert [r.lane for r in w.flying] == ["read"]
     w.run()
     w.check_equal()
 
@@ -351,6 +352,42 @@ def test_what_is_not_ours_stays(row):
     assert {"legacy", DEFAULT_SERVICE} <= set(p.services)
     assert p.locations == {B: {"10.9.9.9": (DEFAULT_SERVICE,)}}
     assert w.history[1:] == []
+
+
+@rows("foreign-addresses")
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("theirs", [DEFAULT_SERVICE, "legacy"])
+def test_what_others_map_on_our_nodes_stays(row, theirs, restarted):
+    """Their addresses, and their services on addresses of ours, through everything we do there."""
+    w = ready()
+    w.see(node("n2", B))
+    p = w.provider
+    p.services["legacy"] = ServiceRegistration(name="legacy", kind=ServiceKind.INBOUND)
+    p.locations[A] = {"10.9.9.9": (theirs,), "10.0.0.1": (theirs,)}
+    w.state.read_wanted = True
+    w.run()
+    assert [r for r in w.history if r.lane == "locations"] == []
+    w.checks = False  # it looks for names of ours only
+    w.see(slice_of("web-a", "web", ["10.0.0.1", "10.0.0.2", ("10.0.0.3", "n2")]))
+    w.run()
+    both = tuple(sorted([WEB, theirs]))
+    others = {"10.9.9.9": (theirs,)}
+    assert p.locations[A] == others | {"10.0.0.1": both, "10.0.0.2": (WEB,)}
+    assert w.state.provided.deviant == {}
+    if restarted:
+        w.restart()
+        w.tick()
+    w.see(slice_of("web-a", "web", [("10.0.0.3", "n2")]))
+    w.run()
+    assert p.locations == {A: others | {"10.0.0.1": (theirs,)}, B: {"10.0.0.3": (WEB,)}}
+    w.gone(w.objects["services", Name("default", "web")])
+    w.run()
+    assert p.locations == {A: others | {"10.0.0.1": (theirs,)}}
+    assert {"legacy", DEFAULT_SERVICE} <= set(p.services)
+    p.locations = {}
+    w.state.read_wanted = True
+    w.run()
+    assert (w.state.provided.foreign, w.rows.located) == ({}, {})
 
 
 @rows("foreign-unusable")

@@ -10,7 +10,8 @@ import pytest
 
 from services.nrp_sync import core, nodes, planning
 from services.nrp_sync import provider as port
-from services.nrp_sync.diff import Key, Limits, LocationCall, Maybe, Provided
+from services.nrp_sync.batches import Key, Limits, LocationCall
+from services.nrp_sync.diff import Maybe, Provided
 from services.nrp_sync.provider import (
     DEFAULT_SERVICE,
     Action,

@@ -10,7 +10,7 @@ import pytest
 from schema import events, objects
 from services.nrp_sync import core, operations, steps
 from services.nrp_sync import provider as port
-from services.nrp_sync.diff import LocationCall
+from services.nrp_sync.batches import LocationCall
 from services.nrp_sync.effects import failure_of
 from services.nrp_sync.operations import Operation
 from services.nrp_sync.sources import Name

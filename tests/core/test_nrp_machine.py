@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from services.nrp_sync import core
 from services.nrp_sync import provider as port
-from services.nrp_sync.diff import Limits
+from services.nrp_sync.batches import Limits
 from services.nrp_sync.sources import Name
 from services.nrp_sync.state import SOURCES
 from services.nrp_sync.steps import Retrying
