@@ -325,6 +325,8 @@ class State:
             self.unsaved.history.add((event.pool, event.address))
             if dropped:
                 self.unsaved.history.add((event.pool, dropped))
+            if event.pool in self.pools:  # its account may be what it was before
+                self.touch(pool_entity(event.pool))
 
     # --- outcomes ---
 

@@ -361,6 +361,21 @@ def test_report_60_pool_counters_are_restored_without_a_new_allocation():
     assert world.status(pool) == before
 
 
+def test_an_address_that_changes_hands_at_once_is_booked_to_the_new_holder():
+    """Released and granted again between two accounts that say the same."""
+    world, pool = pool_world()
+    first, second = world.ticket("a"), world.ticket("b")
+    lease = world.grant(first, "192.0.2.9")
+    account(world, pool, 1, 0, last_allocated="192.0.2.9")
+    world.wait(5)
+    world.release(first, lease, "192.0.2.9")
+    world.grant(second, "192.0.2.9")
+    account(world, pool, 1, 0, last_allocated="192.0.2.9")
+
+    assert said(world.wait(5)).count("IPPool/status") == 1
+    assert world.status(pool).allocated == {"192.0.2.9": "default/b"}
+
+
 def test_pool_status_is_written_once_a_second_at_most():
     """A hundred allocations in a second are two writes, the first at once; the last word counts."""
     world, pool = pool_world()
