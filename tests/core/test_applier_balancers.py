@@ -250,6 +250,25 @@ def test_changed_ingress_of_an_announcer_reaches_the_status_at_once():
         assert world.status(owner).address == address
 
 
+@pytest.mark.parametrize("count", [1, 12, 200])
+def test_a_change_of_backends_costs_one_slice_and_one_status_write(count):
+    """However many there are: one comes, one fails, one leaves (upstream: 10.8 passes at 12)."""
+    world = World()
+    owner = world.balancer()
+    many = [backend(f"vm{i}", f"10.52.{i // 250}.{1 + i % 250}") for i in range(count)]
+    world.grant(owner, "192.0.2.10")
+    world.resolve(owner, *many)
+    world.wait(1)
+    one_more = backend("vm-new", "10.53.0.1")
+    world.resolve(owner, one_more, *many)
+    assert said(world.wait(1)) == ["EndpointSlice", "LoadBalancer/status"]
+    world.verdict(owner, one_more, False, dummy="")
+    assert said(world.wait(1)) == ["EndpointSlice", "LoadBalancer/status"]
+    world.resolve(owner, *many)
+    assert said(world.wait(1)) == ["EndpointSlice", "LoadBalancer/status"]
+    assert world.wait(1) == []
+
+
 def test_more_than_a_thousand_endpoints_are_split_and_joined_again():
     """A slice holds a thousand; what is left over is deleted when the backends are fewer."""
     world = World()
