@@ -314,6 +314,13 @@ class World:
                 held = dict(provider.locations[place])
                 held.pop("10.0.0.1", None)
                 hand.set_location(place, held)
+        elif what == "foreign" and places:
+            place = choose(places)
+            held = dict(provider.locations[place])
+            shared = choose(held)
+            held[shared] = tuple(sorted({*held[shared], DEFAULT_SERVICE}))
+            own = "2001:db8:99::9" if ":" in place else "10.9.9.9"
+            hand.set_location(place, {**held, own: (DEFAULT_SERVICE,)})
         elif what == "balancer" and provider.load_balancers:
             hand.drop_rules(choose(provider.load_balancers))
         elif what == "service" and ours:
@@ -509,11 +516,11 @@ class World:
 
     def check_equal(self) -> None:
         """The provider holds exactly what the cluster wants, and nothing beside it."""
-        held = {
-            place: {address: set(names) for address, names in addresses.items()}
-            for place, addresses in self.provider.locations.items()
-            if place != FOREIGN
-        }
+        held: dict[str, dict[str, set[str]]] = {}
+        for place, addresses in self.provider.locations.items():
+            for address, names in addresses.items():
+                if ours := {*names} - {DEFAULT_SERVICE}:
+                    held.setdefault(place, {})[address] = ours
         if FOREIGN in self.provider.locations:
             assert self.provider.locations[FOREIGN] == {"10.9.9.9": (DEFAULT_SERVICE,)}
         assert held == self.wished()

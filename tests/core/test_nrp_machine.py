@@ -222,7 +222,10 @@ class NrpMachine(RuleBasedStateMachine):
     def list_finished(self, plural):
         self.world.synced(plural)
 
-    @rule(data=st.data(), what=st.sampled_from(["service", "address", "location", "balancer"]))
+    @rule(
+        data=st.data(),
+        what=st.sampled_from(["service", "address", "location", "balancer", "foreign"]),
+    )
     def edited_by_hand(self, data, what):
         """Somebody changes the provider behind our back; a reading finds it."""
         self.world.edit(what, lambda choices: data.draw(st.sampled_from(sorted(choices))))
