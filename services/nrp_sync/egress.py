@@ -22,7 +22,7 @@ from services.nrp_sync.diff import possible
 from services.nrp_sync.shapes import parse_ip
 from services.nrp_sync.sources import NOWHERE, Name, Reading, Source
 from services.nrp_sync.state import Pod, Release, State, Trace, stamp
-from services.nrp_sync.wishes import OutboundSpec, Refusal, read_egress, refuse_egress
+from services.nrp_sync.wishes import OutboundSpec, Refusal, read_egress, refuse_egress, shown
 
 LIVE = ("Pending", "Running")
 WITHOUT = "ServiceGatewayFinalizerAddFailed"
@@ -95,7 +95,7 @@ def _malformed(texts: list[str], live: bool) -> Refusal | None:
     return Refusal(
         reason="ServiceGatewayInvalidPodIP",
         field="status.podIPs",
-        message=f"status.podIPs holds {texts[0]!r}, which is no IP address; it is left out",
+        message=f"status.podIPs holds {shown(texts[0])}, which is no IP address; it is left out",
     )
 
 

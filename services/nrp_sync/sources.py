@@ -185,8 +185,9 @@ def read_slice(view: objects.EndpointSlice, old: Source | None = None) -> Readin
             address = text if text in seen else parse_ip(text)
             if address is None:
                 malformed += 1
-            else:
-                endpoints[address] = endpoint.node_name
+            else:  # listed twice: on the same node in whatever order
+                node = endpoints.get(address, endpoint.node_name)
+                endpoints[address] = min(node, endpoint.node_name)
     return Reading(
         name=Name(meta.namespace, meta.name),
         uid=meta.uid,

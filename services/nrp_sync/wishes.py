@@ -29,6 +29,7 @@ IDLE_DEFAULT: Final = 4
 IDLE_RANGE: Final = range(4, 31)
 FRONTEND_RANGE: Final = range(1, 65_535)
 BACKEND_RANGE: Final = range(1, 65_536)
+SHOWN: Final = 80
 
 _UID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _EGRESS: Final = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,71}[a-z0-9_])?")
@@ -109,13 +110,13 @@ def _admit(service: objects.Service, *, first_family: bool) -> Refusal | None:
         return Refusal(
             reason="UnsupportedSessionAffinity",
             field="spec.sessionAffinity",
-            message=f"spec.sessionAffinity is {spec.session_affinity!r}, it must be 'None'",
+            message=f"spec.sessionAffinity is {shown(spec.session_affinity)}, it must be 'None'",
         )
     if spec.load_balancer_ip:
         return Refusal(
             reason="UnsupportedLoadBalancerIP",
             field="spec.loadBalancerIP",
-            message=f"spec.loadBalancerIP is {spec.load_balancer_ip!r}, it must be empty: "
+            message=f"spec.loadBalancerIP is {shown(spec.load_balancer_ip)}, it must be empty: "
             "the provider chooses the address",
         )
     if len(spec.ip_families or ()) > 1 and not first_family:
@@ -137,8 +138,14 @@ def _idle_minutes(service: objects.Service) -> int | Refusal:
     return Refusal(
         reason="InvalidIdleTimeout",
         field=f"metadata.annotations[{IDLE_TIMEOUT}]",
-        message=f"{IDLE_TIMEOUT} is {text!r}, it must be a whole number of minutes from 4 to 30",
+        message=f"{IDLE_TIMEOUT} is {shown(text)}, it must be a whole number of minutes "
+        "from 4 to 30",
     )
+
+
+def shown(text: str) -> str:
+    """What somebody wrote, quoted, as much of it as fits a message."""
+    return repr(text) if len(text) <= SHOWN else f"{text[:SHOWN]!r}... ({len(text)} characters)"
 
 
 def _ports(given: list[objects.ServicePort]) -> tuple[Port, ...] | Refusal:

@@ -144,6 +144,19 @@ def test_address_missed_before_is_sent_with_the_next_look(world, row):
     assert held(world) == {A: {"10.0.0.1": {WEB}}}
 
 
+@rows("P16-twice")
+def test_address_listed_twice_is_on_one_node_in_any_order(world, row):
+    """A slice that lists an address on two nodes does not make it flap between them."""
+    twice = [("10.0.0.1", "n2"), ("10.0.0.1", "n1")]
+    world.see(slice_of("web-a", "web", twice))
+    world.run()
+    assert held(world) == {A: {"10.0.0.1": {WEB}}}
+    sent = len(world.history)
+    world.see(slice_of("web-a", "web", twice[::-1]))
+    world.run()
+    assert len(world.history) == sent
+
+
 @rows("K07", "D04", "N04", "Z19")
 def test_address_of_two_services_keeps_the_other(world, row):
     """An entry carries all services of its address, when one comes and when one goes."""

@@ -351,6 +351,17 @@ def test_addresses_are_canonical_or_none(text, expected):
     assert parse_ip(text) == expected
 
 
+def test_long_texts_are_shown_in_part():
+    """A message names what was written, but not all of a novel."""
+    for made in (
+        service(annotations={IDLE_TIMEOUT: "x" * 100_000}),
+        service(load_balancer_ip="\0" * 100_000),
+    ):
+        refusal = read_service(made)
+        assert len(refusal.message) < 600
+        assert "100000 characters" in refusal.message
+
+
 def test_specs_survive_their_row():
     """[S06] A spec written down is read back equal."""
     for spec in (read_service(service()), OutboundSpec(families=(4, 6))):
