@@ -100,6 +100,19 @@ class Cluster(World):
 
         await eventually(there, timeout, message=f"offset {last} and an empty outbox")
 
+    async def taken(self, timeout: float = 30.0) -> None:
+        """Everything that was sent is committed."""
+        await self.flush()
+        last = (await self._feeder.bus.stream_state("KUBE")).last_seq
+        query = (
+            "select coalesce(max(seq), 0) >= $1 from allocator.stream_offset where stream = 'KUBE'"
+        )
+
+        async def there() -> bool:
+            return bool(await self.database.fetchval(query, last))
+
+        await eventually(there, timeout, interval=0.005, message=f"offset {last}")
+
     async def decided(self) -> list[events.AnyEvent]:
         """Every decision on the LB stream."""
         state = await self._feeder.bus.stream_state("LB")

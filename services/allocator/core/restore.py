@@ -86,7 +86,6 @@ def memo(state: State, stored: Memo) -> None:
 def finish(state: State) -> None:
     """Everything is in: bring it into the order in which it would have come to be."""
     state.refresh_ready()
-    _agree_on_policies(state)
     state.cause = Cause(state.epoch, 0, f"{state.epoch}:0")
     for known in state.pools.values():
         for space in known.spaces.values():
@@ -106,30 +105,6 @@ def finish(state: State) -> None:
     state.rejoinable.clear()
     state.guests_changed.clear()
     state.forget_changes()
-
-
-def _agree_on_policies(state: State) -> None:
-    """What sharers have in common is stored with the request of each. A lease that is not (any
-    more) what its owner asks for has it from the others."""
-    for address in [address for held in state.shares.values() for address in held]:
-        holders = _sharers(state, address)
-        policies = [one.policy for one in holders if _as_asked(one)]
-        for one in holders:
-            if policies and not _as_asked(one):
-                one.cover(one.share, one.slots, policies[0])
-
-
-def _sharers(state: State, address: int) -> tuple[Lease, ...]:
-    for known in state.pools_around(address):
-        holders = state.holders(address, known)
-        if holders:
-            return holders
-    return state.strays.get(address, ())
-
-
-def _as_asked(lease: Lease) -> bool:
-    request = lease.owner.request
-    return not lease.retiring and (lease.share, lease.slots) == (request.sharing_key, request.slots)
 
 
 def _departed(owner: Owner) -> tuple[datetime, str, str]:

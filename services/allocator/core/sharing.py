@@ -2,7 +2,8 @@
 
 Owners of one namespace share when they name the same key (`lbledger.io/allow-shared-ip`), use
 different ports or protocols, and have the same policy: with `externalTrafficPolicy: Local` one node
-answers for all of them, so they must have the same backends.
+answers for all of them, so they must have the same backends. Who asks for something else by now
+only has his ports respected.
 """
 
 from __future__ import annotations
@@ -19,9 +20,15 @@ def compatible(lease: Lease, request: Request) -> bool:
     return (
         bool(request.share)
         and lease.share == request.sharing_key
-        and lease.policy == request.policy
         and not _meet(lease.slots, request.slots)
+        and (not _as_asked(lease) or lease.owner.request.policy == request.policy)
     )
+
+
+def _as_asked(lease: Lease) -> bool:
+    """Whether the lease is what its owner wants, and is to stay."""
+    request = lease.owner.request
+    return not lease.retiring and (lease.share, lease.slots) == (request.sharing_key, request.slots)
 
 
 def joinable(state: State, owner: Owner, address: int, holders: Iterable[Lease]) -> bool:
