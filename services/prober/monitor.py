@@ -17,7 +17,7 @@ from itertools import chain
 from typing import Final
 
 import structlog
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge
 
 from schema.events import Backend
 from services.prober.checks import Engine
@@ -44,12 +44,6 @@ from services.prober.watched import NOBODY, Watched
 log = structlog.get_logger()
 _checks = Counter("lbledger_prober_checks_total", "Finished checks", ["result"])
 _targets = Gauge("lbledger_prober_targets", "Checks that are repeated now")
-_in_flight = Gauge("lbledger_prober_in_flight", "Checks under way")
-_late = Histogram(
-    "lbledger_prober_start_lag_seconds",
-    "Latest start of a step after its due time",
-    buckets=(0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5),
-)
 _held_gauge = Gauge("lbledger_prober_held", "1 while failures are taken for a fault of our own")
 _dropped = Counter("lbledger_prober_verdicts_postponed_total", "Verdicts that found no room")
 
@@ -90,7 +84,7 @@ class Monitor:
         self._looked = datetime.min.replace(tzinfo=UTC)
         self._total = 0
         self._unsettled: deque[Watched] = deque()  # after a change of replicas
-        self.engine = make_engine(self.take)
+        self.engine = make_engine(self.feed)
         self._leader = leader or Leader()
         self._leader.attach(self.engine, self.feed, self._settle_all)
         self._places = Places(self._leader, fault)
@@ -227,12 +221,6 @@ class Monitor:
         return chain.from_iterable(map(dict.values, self._watched.values()))
 
     # --- what came of it ---
-
-    def take(self, outcomes: list[Outcome]) -> None:
-        """The results of one step of the engine."""
-        _in_flight.set(self.engine.in_flight)
-        _late.observe(self.engine.late)
-        self.feed(outcomes)
 
     def feed(self, outcomes: list[Outcome]) -> None:
         """Results, whoever made the checks."""

@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 import structlog
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge, Histogram
 
 from services.kit.bus import Bus
 from services.prober import shares
@@ -23,6 +23,12 @@ log = structlog.get_logger()
 _unread = Counter(
     "lbledger_prober_words_unread_total", "Words of other replicas that make no sense"
 )
+_in_flight = Gauge("lbledger_prober_in_flight", "Checks under way")
+_late = Histogram(
+    "lbledger_prober_start_lag_seconds",
+    "Latest start of a step after its due time",
+    buckets=(0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5),
+)
 HEADROOM: Final = 1024
 
 Report = Callable[[list[Outcome]], None]
@@ -34,6 +40,7 @@ class Sharing:
     def __init__(self, silence: float) -> None:
         self._silence = silence
         self._bus: Bus | None = None
+        self._engine: Engine | None = None
         self.own = secrets.token_hex(8)
         self.leader = Leader(self.own, silence or 1.0, self._tell)
         self.follower: Follower | None = None
@@ -42,6 +49,9 @@ class Sharing:
         """Where results of the engine go: to the monitor's `take`, or to who has asked us."""
 
         def taken(outcomes: list[Outcome]) -> None:
+            if self._engine is not None:
+                _in_flight.set(self._engine.in_flight)
+                _late.observe(self._engine.late)
             follower = self.follower
             if follower is not None and follower.running:
                 follower.take(outcomes)
@@ -65,6 +75,7 @@ class Sharing:
         self, bus: Bus, engine: Engine, dial: Callable[[str], str], nudge: Callable[[], None]
     ) -> None:
         """Begin to speak and to listen; the engine is nudged when it may have more to do."""
+        self._engine = engine
         if not self._silence:
             return
         self._bus = bus

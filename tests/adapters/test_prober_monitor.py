@@ -94,7 +94,7 @@ class World:
             self.started += 1.0
             target = self.engine.targets[address, port, protocol]
             reason = "" if sign == "+" else "connection refused"
-            self.monitor.take([Outcome(target, sign == "+", reason, self.started, local)])
+            self.monitor.feed([Outcome(target, sign == "+", reason, self.started, local)])
 
     def found(self, name, sign, *addresses, local=False):
         """A result of what a replica checks at these addresses; which of them it does check."""

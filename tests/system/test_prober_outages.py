@@ -2,14 +2,13 @@
 
 import asyncio
 import json
-import time
 
 import pytest
 
 from schema import objects
 from schema.events import BackendsResolved, HealthChanged
 from services.kit.migrate import upgrade_async
-from tests.system.prober_rig import SECOND_S, balancer, changed, machine, rig_of
+from tests.system.prober_rig import SECOND_S, balancer, machine, rig_of
 from tests.waiting import eventually
 
 
@@ -119,24 +118,6 @@ async def test_a_small_installation_is_acted_on(nats_url, database_url):
         await rig.backends.refuse("127.10.1.1", rig.port)
         await rig.backends.refuse("127.10.1.2", rig.port)
         await rig.until("lb1", ready=[], dummy="192.0.0.8", held="")
-
-
-async def test_a_second_replica_takes_over_within_two_periods(nats_url, database_url):
-    """The first is killed; the second finds the next failure, and no verdict flaps."""
-    async with rig_of(nats_url, database_url) as rig:
-        first = await rig.spawn()
-        names = await populate(rig, 2, 2)
-        await rig.spawn()
-        slow = checked(rig, "lb1", period_seconds=100)  # two periods: 4 s
-        await rig.feed.seen(changed(slow, description="slower"))
-        await eventually(lambda: rig.image("lb1").generation == 2)
-        before = len(rig.log)
-        first.kill()
-        await rig.backends.refuse("127.10.2.1", rig.port)
-        began = time.monotonic()
-        await rig.until("lb2", ready=names["lb2"][1:])
-        assert time.monotonic() - began < 2 * 100 * SECOND_S + 8
-        assert len(rig.log) == before + 1
 
 
 async def test_one_poisoned_load_balancer_does_not_hold_up_the_others(nats_url, database_url):
