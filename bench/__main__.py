@@ -11,7 +11,7 @@ import time
 from bench import harness
 
 # Module -> its rows (a list ROWS of harness.Row).
-MODULES = ("bus", "pipeline", "whole", "prober", "provider", "provider_calls")
+MODULES = ("bus", "pipeline", "ledger", "whole", "prober", "provider", "provider_calls")
 
 
 async def main() -> int:
