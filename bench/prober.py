@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,14 @@ from bench.harness import Figure, Row, percentile, rss_mb
 from sandbox.stack import Stack
 from schema import events, objects
 from services.kit.bus import Bus, Puller
+from services.prober import shares
 from services.prober.checks import Engine
 from services.prober.core import KINDS, State
 from services.prober.dialling import DialMap
 from services.prober.driving import Driver
+from services.prober.follower import Follower
 from services.prober.images import Dummies
+from services.prober.leader import Leader
 from services.prober.monitor import Monitor
 from services.prober.plan import Check, Defaults
 from services.prober.projection import Judgement
@@ -248,6 +251,53 @@ async def spread(quick: bool) -> list[Figure]:
     ]
 
 
+async def shared(quick: bool) -> list[Figure]:
+    """What a check costs the replica that judges when another one makes it, and what saying so
+    costs the other: without sockets, and every message as it is on the wire."""
+    backends = 10_000 if quick else 100_000
+    state = load_balancers(backends // 10, 10, 8080, 10)
+    state.resolve(KINDS, datetime.now(UTC), backends)
+    words: list[bytes] = []
+    leader = Leader("a", 3_600.0, lambda _, data: words.append(data))
+    monitor = Monitor(lambda: state, lambda _: True, Engine, DialMap(), OwnFault(), leader=leader)
+    monitor.start()
+    leader.hello(shares.Hello(session=leader.session, replica="b"), monitor.engine.now())
+    while monitor.unsettled:
+        monitor.tick()
+    flushes: list[Callable[[], None]] = []
+    idle = Engine(lambda _: None)
+    follower = Follower(
+        "b",
+        1.0,
+        idle,
+        lambda address: address,
+        lambda _, data: words.append(data) is None,
+        lambda _, flush: flushes.append(flush),
+    )
+    follower.start()
+    follower.call(shares.Call(session=leader.session, replica="a", shares=["b"]), 0.0)
+    targets = list(leader.share("b").values())
+    words.clear()
+    spent = time.process_time()
+    for start in range(0, len(targets), 100):
+        now = idle.now()
+        follower.take([Outcome(t, True, "", now) for t in targets[start : start + 100]])
+        flushes.pop()()
+    said = time.process_time() - spent
+    decode = msgspec.json.Decoder(shares.Seen).decode
+    spent = time.process_time()
+    for word in words:
+        leader.seen(decode(word), idle.now())
+    heard = time.process_time() - spent
+    monitor.engine.close()
+    idle.close()
+    note = f"{len(targets):,} of {backends:,} at another replica, 100 in a message"
+    return [
+        Figure("shared_checks.said", said / len(targets) * 1e6, "us", better="lower", note=note),
+        Figure("shared_checks.heard", heard / len(targets) * 1e6, "us", better="lower"),
+    ]
+
+
 async def verdict_to_slice(quick: bool) -> list[Figure]:
     """From a verdict of the prober to the slice in a watch of the API, in the whole system: one
     backend that is taken away and put back."""
@@ -317,5 +367,6 @@ async def _toggled(api: whole.Api, times: int) -> AsyncIterator[float]:
 ROWS = [
     Row("tcp_checks", rates),
     Row("checks_spread", spread, repeats=2),
+    Row("shared_checks", shared),
     Row("verdict_to_slice", verdict_to_slice, repeats=3),
 ]

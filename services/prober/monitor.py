@@ -204,6 +204,11 @@ class Monitor:
         self._settle_some()
         self._places.show_signs(self._backends(), self.engine.now())
 
+    @property
+    def unsettled(self) -> int:
+        """Backends that may have to change hands yet."""
+        return len(self._unsettled)
+
     def _settle_some(self) -> None:
         now = self.engine.now()
         for _ in range(min(PORTION, len(self._unsettled))):
