@@ -188,16 +188,16 @@ class Desired:
         if location is None:
             self.waiting.setdefault(node, set()).add(source)
             return
-        before = NONE if self.loading else self.refs(location, address)
         addresses = self.at.get(location)
         if addresses is None:
             addresses = self.at[location] = {}
             if not self.loading:
                 self._touched(location, True)
-        held = addresses.get(address)
+        before, held = NONE, addresses.get(address)
         if held is None:
             addresses[address] = source
         else:
+            before = self._carried(address, held)
             addresses[address] = (*(held if isinstance(held, tuple) else (held,)), source)
         self._tell(location, address, before)
 
@@ -206,8 +206,8 @@ class Desired:
         addresses = self.at.get(location) if location is not None else None
         if location is None or addresses is None:
             return
-        before = self.refs(location, address)
         held = addresses[address]
+        before = self._carried(address, held)
         rest = tuple(s for s in held if s is not source) if isinstance(held, tuple) else ()
         if rest:
             addresses[address] = rest if len(rest) > 1 else rest[0]

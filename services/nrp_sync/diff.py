@@ -116,8 +116,10 @@ class Provided:
         self._settle(seen, wish, 1)
 
     def _settle(self, seen: Seen, wish: Refs, step: int) -> None:
-        self.unknown += step if isinstance(seen, Maybe) else 0
-        for name in {*possible(seen), *wish}:
+        if isinstance(seen, Maybe):
+            self.unknown += step
+            seen = seen.refs
+        for name in {*seen, *wish} if seen and wish else seen or wish:
             add(self.unsettled, name, step)
 
     def _touched(self, location: str, present: bool) -> None:

@@ -165,8 +165,8 @@ class World:
         self.said: list[events.Event] = []
         self.history: list[Request] = []
         self.objects: dict[tuple[str, Name], Any] = {}
-        self.had: dict[str, set[str]] = {}
-        """Pod to the addresses that it had while it lived."""
+        self.had: dict[str, set[tuple[str, str]]] = {}
+        """Pod to each gateway by which an address of it was ever to leave, with the address."""
         self.checks = True
         """Off while somebody else edits the provider: then it may refuse what we may ask."""
         if synced:
@@ -178,11 +178,16 @@ class World:
         for view in views:
             name = Name(view.metadata.namespace, view.metadata.name)
             self.objects[objects.PLURALS[type(view)], name] = view
-            if isinstance(view, objects.Pod) and lives(view):
-                ips = {entry.ip for entry in view.status.pod_ips}
-                self.had.setdefault(view.metadata.uid, set()).update(ips)
             self._observe(view)
+            self._note_wished()
         self.settle()
+
+    def _note_wished(self) -> None:
+        for source in self.state.provided.desired.pods.values():
+            if source.member is not None:
+                gateway = source.member.identity
+                wished = {(gateway, address) for address in source.endpoints}
+                self.had.setdefault(source.uid, set()).update(wished)
 
     def _observe(self, view: Any) -> None:
         match view:
@@ -473,9 +478,14 @@ class World:
             assert key not in self.provider.load_balancers
             assert f"{key}-pip" not in self.provider.public_ips
             return
-        label = (view.metadata.labels or {}).get(EGRESS_LABEL, "").lower()
+        others = {
+            (other.metadata.labels[EGRESS_LABEL], entry.ip)
+            for (kind, _), other in self.objects.items()
+            if kind == "pods" and other is not view and lives(other)
+            for entry in other.status.pod_ips
+        }
         for place, held in self.provider.locations.items():
-            for address in self.had.get(view.metadata.uid, ()):
+            for label, address in self.had.get(view.metadata.uid, set()) - others:
                 if label in held.get(address, ()):
                     wished = self.state.provided.desired.refs(place, address)
                     assert label in wished, f"{address} still leaves by {label}"
