@@ -131,9 +131,13 @@ def lb_show(name: str, as_json: Json = False) -> None:
 
 
 @lb_app.command("explain")
-def lb_explain(name: str, as_json: Json = False) -> None:
+def lb_explain(
+    name: str,
+    at: Annotated[str, typer.Option(help="As it was then, RFC 3339 (default: now).")] = "",
+    as_json: Json = False,
+) -> None:
     """The chain of facts, decisions and writes of one load balancer, with sequences and times."""
-    _call("services.cli.explain", "lb_explain", name, as_json)
+    _call("services.cli.explain", "lb_explain", name, at, as_json)
 
 
 @pool_app.command("list")

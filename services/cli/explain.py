@@ -20,9 +20,11 @@ from services.kit.config import ConfigError
 _PATTERN: Final = re.compile(r"(([^\s.*>]+|\*)\.)*([^\s.*>]+|\*|>)")
 
 
-def lb_explain(name: str, as_json: bool) -> int:
-    """Fact -> decision -> write, in the order in which they were stored."""
+def lb_explain(name: str, at: str, as_json: bool) -> int:
+    """Fact -> decision -> write, in the order in which they were stored; up to a moment, if one is
+    named."""
     ref = reading.owner_ref(name)
+    moment = ledgers.parse_time(at) if at else None
 
     async def collect(bus: Bus) -> list[Entry]:
         facts = [subjects.fact_subject(ref)]
@@ -34,13 +36,19 @@ def lb_explain(name: str, as_json: bool) -> int:
         return sorted(found, key=lambda entry: (entry.time_ns, entry.stream, entry.seq))
 
     chain = reading.run(collect)
-    standing = _standing(ref)
+    if moment is not None:
+        chain = [entry for entry in chain if _at(entry) <= moment]
     if not any(entry.stream == "LB" or _about(entry, ref.plural) for entry in chain):
         return printing.fail(f"nothing is known of {'/'.join(ref[1:])}: no fact, no decision")
+    held = _held(ref, moment) if moment is not None else []
+    standing = _standing(ref) if moment is None else None
     if as_json:
-        printing.emit_json({"standing": standing, "chain": [_plain(entry) for entry in chain]})
+        stood = {"standing": standing} if moment is None else {"at": moment, "held": held}
+        printing.emit_json({**stood, "chain": [_plain(entry) for entry in chain]})
         return 0
     print(f"{ref.plural} {ref.namespace}/{ref.name}")
+    if held:
+        printing.table(["", "THEN"], [_holds(row) for row in held])
     _tell_standing(standing)
     printing.table(
         ["TIME (UTC)", "EVENT", "CAUSE", "WHAT"],
@@ -57,6 +65,19 @@ def _standing(ref: ObjectRef) -> queries.Explanation | None:
         return None
 
 
+def _held(ref: ObjectRef, moment: datetime) -> list[queries.LeaseRow]:
+    """What the ledger says of then; nothing where it can't be asked."""
+    try:
+        history = ledgers.query(lambda conn: queries.leases_of_owner(conn, *ref))
+    except (printing.Trouble, ConfigError):
+        return []
+    return [row for row in history if row.since <= moment and not ledgers.over(row, moment)]
+
+
+def _holds(row: queries.LeaseRow) -> list[str]:
+    return ["holds", f"{row.address} of pool {row.pool}: {row.rule}"]
+
+
 def _tell_standing(now: queries.Explanation | None) -> None:
     """Why it has the address that it has, or none: rule, pools considered, place in the line."""
     if now is None:
@@ -64,7 +85,7 @@ def _tell_standing(now: queries.Explanation | None) -> None:
         return
     asked = ", ".join(f"{key}={_short(value)}" for key, value in now.request.items())
     rows = [["asks for", asked]]
-    rows += [["holds", f"{row.address} of pool {row.pool}: {row.rule}"] for row in now.leases]
+    rows += [_holds(row) for row in now.leases]
     if now.reason:
         rows.append(["waits", f"{now.reason}: {now.message}"])
         rows += [[f"  {one.pool}", f"{one.reason} {one.message}"] for one in now.considered]
@@ -132,7 +153,7 @@ def _print(entry: Entry, as_json: bool) -> None:
 
 def _plain(entry: Entry) -> dict[str, Any]:
     return {
-        "time": datetime.fromtimestamp(entry.time_ns / 1e9, UTC),
+        "time": _at(entry),
         "stream": entry.stream,
         "sequence": entry.seq,
         "subject": entry.subject,
@@ -146,8 +167,12 @@ def _about(entry: Entry, plural: str) -> bool:
     return ref is not None and ref.plural == plural
 
 
+def _at(entry: Entry) -> datetime:
+    return datetime.fromtimestamp(entry.time_ns / 1e9, UTC)
+
+
 def _time(entry: Entry) -> str:
-    return printing.moment(datetime.fromtimestamp(entry.time_ns / 1e9, UTC))
+    return printing.moment(_at(entry))
 
 
 def _cause(entry: Entry) -> str:

@@ -74,7 +74,7 @@ def leases(at: str, address: str, owner: str, as_json: bool) -> int:
 
     found = query(read)
     if moment is not None:
-        found = [row for row in found if row.since <= moment and not _over(row, moment)]
+        found = [row for row in found if row.since <= moment and not over(row, moment)]
     if as_json:
         printing.emit_json(found)
         return 0
@@ -90,7 +90,8 @@ def leases(at: str, address: str, owner: str, as_json: bool) -> int:
     return 0
 
 
-def _over(row: LeaseRow, moment: datetime) -> bool:
+def over(row: LeaseRow, moment: datetime) -> bool:
+    """Whether it had ended by then."""
     return row.until is not None and row.until <= moment
 
 

@@ -2,10 +2,13 @@
 
 import asyncio
 import contextlib
+import json
+from datetime import timedelta
 
 import nats
 import pytest
 
+from services.cli import explain
 from services.kit.bus import BusError
 from tests.core.allocating import kinds, shown
 from tests.system.allocator_rig import Replica, cluster_of, spawn
@@ -221,3 +224,42 @@ async def test_a_lost_decision_log_is_stated_anew(cluster, nats_url, database_ur
     adopted = {e.owner.name: e.address for e in decided if type(e).__name__ == "LeaseAdopted"}
     assert adopted == {"a": "192.0.2.2", "b": "192.0.2.3"}
     assert {"c"} == {e.owner.name for e in decided if type(e).__name__ == "LeaseRefused"}
+
+
+async def test_what_an_owner_had_at_a_moment(cluster, nats_url, database_url, monkeypatch, capsys):
+    """`lb explain --at` shows the lease of then, and of the chain what had happened by then."""
+    monkeypatch.setenv("LBLEDGER_NATS_URL", nats_url)
+    monkeypatch.setenv("LBLEDGER_DATABASE_URL", database_url)
+
+    async def told(*options):
+        capsys.readouterr()
+        code = await asyncio.to_thread(explain.lb_explain, "default/a", *options)
+        return code, capsys.readouterr().out
+
+    async with Replica(nats_url, database_url):
+        cluster.sync()
+        cluster.pool("p1", "192.0.2.0/29")
+        cluster.lb("a")
+        await cluster.caught_up()
+        then = await cluster.database.fetchval("select clock_timestamp()")
+        cluster.gone("loadbalancers", "a")
+        await cluster.caught_up()
+    # The facts of this test have a clock of their own, which is not that of the stream.
+    move = "update allocator.lease set during = tstzrange($1::timestamptz - interval '1h', now())"
+    await cluster.database.execute(move, then)
+
+    code, text = await told(then.isoformat(), True)
+    assert code == 0
+    answer = json.loads("{" + text.partition("{")[2])
+    assert [row["address"] for row in answer["held"]] == ["192.0.2.2"]
+    assert [e["event"]["type"].partition(".")[0] for e in answer["chain"]] == [
+        "LoadBalancerSeen",
+        "LeaseGranted",
+    ]
+    code, text = await told(then.isoformat(), False)
+    assert "192.0.2.2 of pool p1: never-used" in text
+    code, text = await told((then - timedelta(days=1)).isoformat(), False)
+    assert code == 1
+    code, text = await told("", False)
+    assert "LeaseReleased" in text
+    assert "of pool p1: never-used" not in text

@@ -227,6 +227,8 @@ WRONG = {
     "lb show a/b/c/d": (2, "write NAMESPACE/NAME"),
     "lb show Bad_Name": (2, "write NAMESPACE/NAME"),
     "lb explain a/*": (2, "write NAMESPACE/NAME"),
+    "lb explain a/b --at noon": (2, "write a time like"),
+    "lb explain a/b --at 2000-01-01": (1, "nothing is known of"),
     "lb show {ns}/nobody": (1, "no LoadBalancer {ns}/nobody is known"),
     "lb explain {ns}/nobody": (1, "nothing is known of {ns}/nobody"),
     "lb list -n nowhere": (0, "no load balancer is known"),
