@@ -34,7 +34,9 @@ async def load(conn: AsyncConnection, state: State) -> None:
     await _load_owners(conn, state)
     await _load_leases(conn, state)
     await _load_memos(conn, state)
-    restore.finish(state)
+    offset = service_tables("allocator").stream_offset
+    last = await conn.scalar(sa.select(offset.c.seq).where(offset.c.stream == "KUBE"))
+    restore.finish(state, last or 0)
 
 
 async def _load_clock(conn: AsyncConnection, state: State) -> None:

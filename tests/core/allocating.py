@@ -267,5 +267,5 @@ def reborn(state: State, rng: random.Random) -> State:
         restore.memo(
             new, Memo(memo.address, memo.pool, memo.plural, memo.key, memo.released, memo.order)
         )
-    restore.finish(new)
+    restore.finish(new, state.cause.seq)
     return new

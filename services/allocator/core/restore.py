@@ -83,10 +83,11 @@ def memo(state: State, stored: Memo) -> None:
         state.memory.setdefault((stored.plural, stored.key), []).append(stored)
 
 
-def finish(state: State) -> None:
-    """Everything is in: bring it into the order in which it would have come to be."""
+def finish(state: State, seq: int) -> None:
+    """Everything is in: bring it into the order in which it would have come to be. `seq` is that
+    of the last fact: the cause of what the time alone will bring about."""
     state.refresh_ready()
-    state.cause = Cause(state.epoch, 0, f"{state.epoch}:0")
+    state.cause = Cause(state.epoch, seq, f"{state.epoch}:{seq}")
     for known in state.pools.values():
         for space in known.spaces.values():
             space.settle()
