@@ -6,6 +6,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
+# Every service is a process that starts: without bytecode each would compile all it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -16,7 +18,7 @@ $(VENV)/.ready: requirements/dev.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@command -v uv >/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	uv pip sync --quiet --python $(BIN)/python --require-hashes requirements/dev.txt
+	uv pip sync --quiet --compile-bytecode --python $(BIN)/python --require-hashes requirements/dev.txt
 	uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .
 	@touch $@
 
@@ -33,8 +35,8 @@ demo: setup ## the main job from end to end on examples/, ends by itself
 up: setup ## everything in this terminal, until Ctrl-C
 	lbledger up
 
-test: setup ## all tests (T=path for some of them)
-	python -m pytest -q $(or $(T),tests)
+test: setup ## all tests (T=path for some of them, WORKERS=0 to see them one by one)
+	python -m pytest -q -n $(or $(WORKERS),2) --dist loadfile $(or $(T),tests)
 
 check: setup ## lint, types, import contracts, contracts of the schema, deployment files
 	ruff check .

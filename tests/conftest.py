@@ -30,6 +30,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--infra") == "external" and getattr(config.option, "numprocesses", 0):
+        raise pytest.UsageError("tests on servers of your own run one at a time: use WORKERS=0")
+
+
 @pytest.fixture(scope="session")
 def infra_mode(request: pytest.FixtureRequest) -> str:
     return str(request.config.getoption("--infra"))
