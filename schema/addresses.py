@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from socket import AF_INET6, inet_ntop, inet_pton  # mere arithmetic, several times faster
 from typing import Final
 
 V6: Final = 1 << 128
@@ -58,13 +59,16 @@ def number(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> int:
 def text(address: int) -> str:
     """The canonical spelling, without a prefix length."""
     if address > _LAST_V4:
-        return str(ipaddress.IPv6Address(address ^ V6))
+        value = address ^ V6
+        if value >> 48:
+            return inet_ntop(AF_INET6, value.to_bytes(16, "big"))
+        return str(ipaddress.IPv6Address(value))  # where the C library writes some as IPv4
     return f"{address >> 24}.{address >> 16 & 255}.{address >> 8 & 255}.{address & 255}"
 
 
 def parse_canonical(text: str) -> int:
     """What text() gave; faster than parse() and without its tolerance."""
     if ":" in text:
-        return int(ipaddress.IPv6Address(text)) | V6
+        return int.from_bytes(inet_pton(AF_INET6, text), "big") | V6
     a, b, c, d = text.split(".")
     return int(a) << 24 | int(b) << 16 | int(c) << 8 | int(d)

@@ -128,6 +128,13 @@ class Plan:
         shape = self.shapes.get(addresses.family(address))
         return shape is not None and address in shape
 
+    def common_texts(self) -> dict[int, tuple[str, str]]:
+        """Mask and gateway by family, where all addresses of the family have the same."""
+        found: dict[int, set[tuple[str, str]]] = {}
+        for item in self.ranges:
+            found.setdefault(item.family, set()).add((item.mask, item.gateway_text))
+        return {family: texts.pop() for family, texts in found.items() if len(texts) == 1}
+
     def range_of(self, address: int) -> Range | None:
         """The range that the address lies in, given out or not; else the subnet around it."""
         around = None

@@ -70,7 +70,7 @@ async def position(committer: Committer, bus: Bus, source: Source, *, reread: bo
         await _move(committer, stream, replace(offset, created=state.created))
     if (
         newborn
-        or (reread and (offset.seq or stream == "KUBE"))
+        or (reread and stream == "KUBE")  # decisions that were taken are never taken again
         or (0 < offset.seq < state.first_seq - 1)
         or await _missed_epoch(bus, source, offset)
     ):

@@ -121,6 +121,7 @@ class Projector:
     async def _take_part(self) -> None:
         """Stand by, lead, recover."""
         stop = self._rt.stop
+        self._rt.health.set("projector", False, "has not read its state yet")
         backoff = Backoff(first=0.1, cap=5.0)
         bus = await self._rt.bus()
         engine = await self._rt.engine()

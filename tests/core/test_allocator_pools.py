@@ -1,5 +1,7 @@
 """What a pool's spec means: which addresses it may give out, and what is wrong with a bad one."""
 
+import ipaddress
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -222,6 +224,16 @@ def test_every_spelling_is_one_address(spelling, canonical):
     number = addresses.parse(spelling)
     assert addresses.text(number) == canonical
     assert addresses.parse_canonical(canonical) == number
+
+
+@given(st.integers(0, (1 << 128) - 1) | st.integers(0, 1 << 66) | st.sampled_from([0, 1, 1 << 32]))
+def test_text_of_an_ipv6_address_is_the_canonical_one(number):
+    """As the standard library spells it, and it reads back."""
+    address = ipaddress.IPv6Address(number)
+    held = addresses.number(address)
+    if address.ipv4_mapped is None:
+        assert addresses.text(held) == str(address)
+    assert addresses.parse_canonical(addresses.text(held)) == held == addresses.parse(str(address))
 
 
 @pytest.mark.parametrize("text", ["", "192.0.2", "192.0.2.0/24", "fe80::1%eth0", "host", "1"])

@@ -5,8 +5,18 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from tests.system import nats_cli
 from tests.system.kube_vip import KubeVip
 from tests.system.whole import Space, Whole, space_of
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if any("test_nats_cli" in item.nodeid for item in session.items):
+        nats_cli.begin()
+
+
+def pytest_sessionfinish() -> None:
+    nats_cli.end()
 
 
 @pytest.fixture(scope="session")

@@ -8,41 +8,22 @@ import json
 import os
 import pty
 import select
-import shutil
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 
 from schema import objects
 from tests.feeding import Feeder
-
-MODULE = "github.com/nats-io/natscli/nats@v0.5.0"
-
-
-def build(folder: Path) -> Path:
-    """`go install` into a folder that later runs find again."""
-    program = folder / "nats"
-    if not program.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        subprocess.run(
-            ["go", "install", MODULE],
-            env={**os.environ, "GOBIN": str(folder)},
-            check=True,
-            timeout=900,
-        )
-    return program
+from tests.system import nats_cli
 
 
 @pytest.fixture(scope="session")
-def nats_cli():
-    found = shutil.which("nats")
-    if found:
-        return found
-    if shutil.which("go"):
-        return str(build(Path(__file__).parents[2] / ".venv" / "go"))
-    pytest.skip("no nats on PATH and no Go to build it with")
+def cli():
+    found = nats_cli.program()
+    if found is None:
+        pytest.skip("no nats on PATH and no Go to build it with")
+    return found
 
 
 def run(cli, url, *argv):
@@ -74,7 +55,7 @@ def on_terminal(cli, url, *argv, until):
 
 
 @pytest.mark.timeout(1000)
-async def test_the_log_can_be_read_with_the_nats_cli(nats_cli, nats_url):
+async def test_the_log_can_be_read_with_the_nats_cli(cli, nats_url):
     """`stream view`, `stream get --last-for`, `stream subjects` and `sub` show facts as JSON with
     their headers, under subjects that name the object."""
     feeder = await Feeder.start(nats_url)
@@ -90,11 +71,9 @@ async def test_the_log_can_be_read_with_the_nats_cli(nats_cli, nats_url):
         await feeder.close()
 
     subject = "kube.loadbalancers.default.my_web"
-    view = on_terminal(nats_cli, nats_url, "stream", "view", "KUBE", "10", until='"ipPool":"p1"')
-    last = json.loads(
-        run(nats_cli, nats_url, "stream", "get", "KUBE", "--last-for", subject, "--json")
-    )
-    subjects = run(nats_cli, nats_url, "stream", "subjects", "KUBE", "--json")
+    view = on_terminal(cli, nats_url, "stream", "view", "KUBE", "10", until='"ipPool":"p1"')
+    last = json.loads(run(cli, nats_url, "stream", "get", "KUBE", "--last-for", subject, "--json"))
+    subjects = run(cli, nats_url, "stream", "subjects", "KUBE", "--json")
 
     assert subject in view
     assert "Lb-Type: LoadBalancerSeen.v1" in view

@@ -288,9 +288,8 @@ class Holdings:
 
     def reshape(self, pool: Pool, plan: Plan | None) -> None:
         """Give a pool other ranges; leases stay with it, memories outside are dropped."""
-        old_spaces, pool.plan, pool.texts = pool.spaces, plan, None
-        if plan is not None and len(plan.ranges) == 1:
-            pool.texts = (plan.ranges[0].mask, plan.ranges[0].gateway_text)
+        old_spaces, pool.plan = pool.spaces, plan
+        pool.texts = plan.common_texts() if plan is not None else {}
         pool.spaces = {}
         around = {id(lease): lease for space in old_spaces.values() for lease in _leases(space)}
         before, pool.overlapping = pool.overlapping, self._overlapping(pool)

@@ -69,7 +69,7 @@ def grant_simply(state: State, owner: Owner, pool: Pool, space: Space, address: 
 
 def _granted(state: State, lease: Lease, pool: Pool, text: str, lease_id: str, rule: str) -> None:
     owner = lease.owner
-    mask, gateway = pool.texts or pool.mask_and_gateway(lease.address)
+    mask, gateway = pool.mask_and_gateway(lease.address)
     state.out.append(
         events.LeaseGranted(
             at=state.now,

@@ -299,7 +299,7 @@ class Pool:
     claims: dict[str, str] = field(default_factory=dict)  # status.allocated, until adopted
     history: dict[str, str] = field(default_factory=dict)  # status.allocatedHistory, likewise
     last_allocated: int = -1
-    texts: tuple[str, str] | None = None  # mask and gateway, where all addresses have the same
+    texts: dict[int, tuple[str, str]] = field(default_factory=dict)  # mask and gateway of a family
     quotas: tuple[objects.PoolQuota, ...] = ()
 
     @property
@@ -313,8 +313,9 @@ class Pool:
         return self.spaces.get(family)
 
     def mask_and_gateway(self, address: int) -> tuple[str, str]:
-        if self.texts is not None:
-            return self.texts
+        texts = self.texts.get(6 if address >= addresses.V6 else 4)
+        if texts is not None:
+            return texts
         item = self.plan.range_of(address) if self.plan is not None else None
         return (item.mask, item.gateway_text) if item is not None else ("", "")
 

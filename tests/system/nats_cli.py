@@ -1,0 +1,68 @@
+"""The stock `nats` CLI: from PATH, else built with Go, in the background while other tests run.
+
+The build takes minutes of a small machine, so it begins when a run that needs it does, and takes
+only what nobody else wants. A lock that the compiler itself holds tells when it is done.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+MODULE = "github.com/nats-io/natscli/nats@v0.5.0"
+FOLDER = Path(__file__).parents[2] / ".venv" / "go"
+PROGRAM = FOLDER / "nats"
+BUILD_S = 600.0
+_building: list[subprocess.Popen[bytes]] = []
+
+
+def begin() -> None:
+    """Start the build, unless there is the program, no Go, or somebody else who builds."""
+    if shutil.which("nats") or not shutil.which("go") or PROGRAM.exists():
+        return
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with (FOLDER / "lock").open("w") as lock, (FOLDER / "log").open("w") as log:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        _building.append(
+            subprocess.Popen(
+                ["nice", "-n", "19", "go", "install", MODULE],
+                env={**os.environ, "GOBIN": str(FOLDER)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[lock.fileno()],
+            )
+        )
+
+
+def end() -> None:
+    """Give up a build that nobody waited for."""
+    for process in _building:
+        process.terminate()
+        process.wait(10)
+
+
+def program() -> str | None:
+    """The program, waited for; None where there is none and no Go to build it with."""
+    found = shutil.which("nats")
+    if found or not shutil.which("go"):
+        return found
+    begin()
+    deadline = time.monotonic() + BUILD_S
+    while not PROGRAM.exists():
+        with (FOLDER / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                assert time.monotonic() < deadline, f"the build of {MODULE} takes too long"
+                time.sleep(0.2)
+                continue
+            assert PROGRAM.exists(), (FOLDER / "log").read_text()[-2000:]
+    return str(PROGRAM)
