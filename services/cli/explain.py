@@ -116,8 +116,10 @@ def tail(follow: bool, pattern: str, count: int, as_json: bool) -> int:
         entries: list[Entry] = []
         ends: dict[str, int] = {}
         for stream in streams:
-            entries += await reading.history(bus, stream, [pattern] if pattern else [])
-            ends[stream] = (await bus.stream_state(stream)).last_seq
+            end = (await bus.stream_state(stream)).last_seq
+            found = await reading.history(bus, stream, [pattern] if pattern else [])
+            ends[stream] = max(end, found[-1].seq if found else 0)
+            entries += found
         entries.sort(key=lambda entry: (entry.time_ns, entry.stream, entry.seq))
         for entry in entries[-count:] if count else entries:
             _print(entry, as_json)

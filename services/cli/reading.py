@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -15,11 +16,12 @@ from schema import events, subjects
 from schema.subjects import ObjectRef
 from services.cli import session
 from services.cli.printing import Trouble
-from services.kit.bus import Bus, BusError, Message, StreamMissing
+from services.kit.bus import Bus, BusError, Message, StreamMissing, Unavailable
 from services.kit.config import ConfigError, public_url
 
 T = TypeVar("T")
 CONNECT_S = 5.0
+QUIET_S = 10.0  # a stream that says nothing for so long, not even that it is at its end
 _NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 DECISION_BRANCHES = ("lb.lease", "lb.backends", "lb.health", "lb.provider", "lb.applied")
 
@@ -109,13 +111,18 @@ async def history(bus: Bus, stream: str, patterns: Iterable[str]) -> list[Entry]
     if not state.messages:
         return found
     puller = bus.puller(stream, start_seq=max(1, state.first_seq), filters=tuple(patterns))
+    quiet_since = time.monotonic()
     try:
         while True:
             messages = await puller.fetch(1000, timeout=0.5)
+            if messages:
+                quiet_since = time.monotonic()
+            elif time.monotonic() - quiet_since > QUIET_S:
+                raise Unavailable(f"stream {stream} does not answer")
             for message in messages:
                 if (one := entry(message)) is not None:
                     found.append(one)
-            if not messages or puller.lag == 0:
+            if puller.lag == 0:
                 return found
     finally:
         await puller.close()
