@@ -22,7 +22,8 @@ async def main() -> int:
     about = harness.machine()
     print(
         f"{about['cores']} cores, {about['model']}, kernel {about['kernel']}, Python "
-        f"{about['python']}, fsync {about['fsync_ms']} ms, load {about['load']:.1f}\n"
+        f"{about['python']}, a call {about['call_ns']} ns, fsync {about['fsync_ms']} ms, "
+        f"load {about['load']:.1f}\n"
     )
     summaries: list[harness.Summary] = []
     for name in MODULES:
