@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--infra") == "external" and getattr(config.option, "numprocesses", 0):
-        raise pytest.UsageError("tests on servers of your own run one at a time: use WORKERS=0")
+        raise pytest.UsageError("tests on servers of your own run one at a time: leave WORKERS out")
 
 
 @pytest.fixture(scope="session")
@@ -73,6 +73,8 @@ async def nats_url(shared_nats: infra.Server, infra_mode: str) -> str:
         for stream in await manager.streams_info():
             name = str(stream.config.name)
             if infra_mode != "external" or name in ("KUBE", "LB") or name.startswith("TEST"):
+                # A server that is slow to delete files has been seen to find them in a new stream.
+                await manager.purge_stream(name)
                 await manager.delete_stream(name)
     finally:
         await client.close()

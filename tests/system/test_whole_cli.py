@@ -344,7 +344,7 @@ async def test_events_are_followed_until_they_are_enough(whole, space):
     await space.pool()
     await space.balancer("before")
     await space.becomes("before", "False", NO_BACKEND)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         await process.stdout.readline()  # it listens
         await space.balancer("after")
         while "after" not in (line := (await process.stdout.readline()).decode()):
