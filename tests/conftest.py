@@ -73,8 +73,6 @@ async def nats_url(shared_nats: infra.Server, infra_mode: str) -> str:
         for stream in await manager.streams_info():
             name = str(stream.config.name)
             if infra_mode != "external" or name in ("KUBE", "LB") or name.startswith("TEST"):
-                # A server that is slow to delete files has been seen to find them in a new stream.
-                await manager.purge_stream(name)
                 await manager.delete_stream(name)
     finally:
         await client.close()
