@@ -61,6 +61,8 @@ def plan(state: State, now: float) -> None:
         op = state.operations[key]
         if op.phase is Phase.DRAINING and not op.flight and op.retry_at <= now:
             settle(state, op, now)
+            if op.gone:
+                continue
         step = _step(state, op)
         if step is None or op.retry_at > now:
             continue

@@ -757,3 +757,19 @@ def test_objects_are_compared_by_uid_without_case():
     w.run()
     assert w.provider.locations == {A: {"10.0.0.1": (WEB,)}}
     assert isinstance(upper, objects.Service)
+
+
+def test_an_ended_operation_has_no_next_step():
+    """A gateway whose first request failed while its only pod left: it ends between two requests,
+    and nothing of it stays in memory."""
+    w = World(POLICY._replace(read_interval=1e6))
+    w.see(node("n1", A), pod("p", 1, "egress-b", "10.0.0.1"))
+    w.synced()
+    w.apply_finalizers()
+    until(w, "put_public_ip")
+    w.see(pod("p", 1, "egress-a"))
+    (request,) = [r for r in w.flying if r.target == "egress-b-pip"]
+    w.answer(request, port.Throttled(request.verb, "injected", retry_after=3.0))
+    w.tick(5.0)
+    assert ("outbound", "egress-b") not in w.state.operations
+    assert w.state.next_steps.keys() <= w.state.operations.keys()

@@ -340,6 +340,8 @@ async def test_events_are_followed_until_they_are_enough(whole, space):
         env=env,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
+        # As from a terminal: a test run in the background is told to ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     await space.pool()
     await space.balancer("before")
