@@ -23,6 +23,8 @@ async def connected(url: str, *, ensure: StreamSpec | None = SPEC) -> AsyncItera
 
 @asynccontextmanager
 async def publishing(bus: Bus, **options: float) -> AsyncIterator[Publisher]:
+    # Patient: what a slow machine made it repeat would arrive in the stream of the next test.
+    options = {"ack_timeout": 30.0, **options}
     publisher = bus.publisher(STREAM, **options)  # type: ignore[arg-type]
     try:
         yield publisher
