@@ -142,7 +142,7 @@ class EpochStarted(Event, frozen=True, kw_only=True, tag="EpochStarted.v1"):
 # --- decisions: stream LB -----------------------------------------------------------------------
 
 
-class Owner(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Owner(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Who a decision is about. Identity is the uid; the name is for people and subjects."""
 
     plural: str  # loadbalancers | services
@@ -155,7 +155,7 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return ObjectRef(self.plural, self.namespace, self.name)
 
 
-class LeaseGranted(Event, frozen=True, kw_only=True, tag="LeaseGranted.v1"):
+class LeaseGranted(Event, frozen=True, kw_only=True, gc=False, tag="LeaseGranted.v1"):
     owner: Owner
     lease: str  # unique id of this lease, `<epoch>:<sequence>:<n>` of its cause
     address: str

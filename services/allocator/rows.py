@@ -9,9 +9,17 @@ from datetime import datetime
 
 import msgspec
 
-from schema import addresses
-from services.allocator.core.model import Claim, Lease, Owner, Refusal, Request, Slots
-from services.allocator.core.state import Granted
+from schema import addresses, events
+from services.allocator.core.model import (
+    NO_TERMS,
+    Claim,
+    Lease,
+    Owner,
+    Refusal,
+    Request,
+    Slots,
+)
+from services.allocator.core.state import Closed, Granted
 
 _refusal_decoder = msgspec.json.Decoder(Refusal)
 _encoded: dict[Request, str] = {}
@@ -80,18 +88,27 @@ LEASE_COLUMNS = (
 )  # fmt: skip
 
 
-def lease_line(granted: Granted) -> str:
-    lease: Lease = granted.lease
-    owner = lease.owner
-    namespace, _, name = owner.key.partition("/")
-    until = f'"{_iso(granted.ended)}"' if granted.ended else ""
+def lease_line(lease: Lease, granted: Granted, ended: Closed | None) -> str:
+    said, at, cause = granted
+    owner = said.owner
+    if isinstance(said, events.LeaseGranted):
+        rule, adopted = said.rule, "f"
+    else:
+        rule, adopted = said.source, "t"
+    begun = (
+        f"{said.lease}\t{owner.plural}\t{owner.namespace}\t{owner.name}\t{owner.uid}\t"
+        f'{said.address}\t{said.pool}\t["{_iso(at)}",'
+    )
+    if ended is None and lease.terms is NO_TERMS:
+        return f"{begun})\t{rule}\t{adopted}\t\t{ALL_SLOTS}\t\\N\t{cause}\t\t\n"
+    until, end_cause, end_reason = "", "", ""
+    if ended is not None:
+        until, end_cause, end_reason = f'"{_iso(ended.at)}"', ended.cause, ended.reason
     slots = slots_text(lease.slots) if lease.slots else ALL_SLOTS
     retiring = lease.retiring.isoformat() if lease.retiring else "\\N"
     return (
-        f"{lease.id}\t{owner.plural}\t{namespace}\t{name}\t{owner.uid}\t"
-        f'{granted.text}\t{lease.pool}\t["{_iso(granted.at)}",{until})\t'
-        f"{granted.rule}\t{'t' if granted.adopted else 'f'}\t{escape(lease.share)}\t{slots}\t"
-        f"{retiring}\t{granted.cause}\t{granted.end_cause}\t{granted.end_reason}\n"
+        f"{begun}{until})\t{rule}\t{adopted}\t{escape(lease.share)}\t{slots}\t{retiring}\t"
+        f"{cause}\t{end_cause}\t{end_reason}\n"
     )
 
 

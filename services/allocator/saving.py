@@ -193,7 +193,11 @@ async def _save_leases(conn: AsyncConnection, state: State) -> None:
                 "retiring": [lease.retiring for lease in altered],
             },
         )
-    lines = [rows.lease_line(granted) for granted in state.changes.granted.values()]
+    ended = state.changes.ended
+    lines = [
+        rows.lease_line(lease, granted, ended.get(lease))
+        for lease, granted in state.changes.granted.items()
+    ]
     if lines:
         await direct.copy_text(conn, tables.lease, rows.LEASE_COLUMNS, lines)
 

@@ -6,23 +6,17 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import NamedTuple
 
+from schema import events
 from services.allocator.core.model import Lease, Owner
 from services.allocator.core.space import Memo
 
 
-@dataclass(slots=True)
-class Granted:
+class Granted(NamedTuple):
     """A lease that began, as the ledger keeps it."""
 
-    lease: Lease
-    text: str  # the address
+    said: events.LeaseGranted | events.LeaseAdopted
     at: datetime
-    rule: str
     cause: str
-    adopted: bool = False
-    ended: datetime | None = None
-    end_reason: str = ""
-    end_cause: str = ""
 
 
 class Closed(NamedTuple):
@@ -38,6 +32,7 @@ class Changes:
 
     owners: dict[Owner, None] = field(default_factory=dict)
     granted: dict[Lease, Granted] = field(default_factory=dict)
+    ended: dict[Lease, Closed] = field(default_factory=dict)  # of those
     closed: list[Closed] = field(default_factory=list)
     altered: dict[Lease, None] = field(default_factory=dict)  # other ports, or retiring
     pools: set[str] = field(default_factory=set)

@@ -14,7 +14,7 @@ from datetime import datetime
 from typing import NamedTuple
 
 from schema import addresses, events
-from services.allocator.core import guests, legacy, manual, observe
+from services.allocator.core import express, guests, legacy, manual, observe
 from services.allocator.core.adopt import adopt
 from services.allocator.core.ledger import release_all
 from services.allocator.core.model import NOTHING, Owner
@@ -35,6 +35,10 @@ class Tick(NamedTuple):
 def decide(state: State, fact: events.AnyEvent, *, epoch: str, seq: int) -> list[events.Event]:
     """Take a fact in and decide. Deterministic; the same fact again decides nothing."""
     state.begin(fact.at, epoch, seq)
+    if state.settled:
+        granted = express.grant(state, fact, epoch)
+        if granted is not None:
+            return [granted]
     was_ready = state.ready
     take_in(state, fact, epoch=epoch, seq=seq)
     return conclude(state, was_ready=was_ready)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import datetime
 
-from schema import addresses, events
+from schema import events
 from services.allocator.core import ledger, sharing
 from services.allocator.core.adopt import recall_histories
 from services.allocator.core.decide import become_ready, imported_digest, take_in
@@ -105,21 +105,11 @@ def _granted(state: State, decision: events.LeaseGranted | events.LeaseAdopted) 
     if any(lease.id == decision.lease for lease in owner.leases):
         note_stray(state, owner)
         return
-    adopted = isinstance(decision, events.LeaseAdopted)
-    rule = decision.source if isinstance(decision, events.LeaseAdopted) else decision.rule
     serial = int(decision.lease.rpartition(":")[2])
     state.serial = max(state.serial, serial)
     state.changes.clock = True
-    ledger.begin(
-        state,
-        owner,
-        decision.pool,
-        addresses.parse(decision.address),
-        decision.lease,
-        rule,
-        adopted=adopted,
-    )
-    if not adopted:
+    ledger.begin(state, owner, decision)
+    if isinstance(decision, events.LeaseGranted):
         state.undecided[owner] = None
         state.moved[owner] = None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from schema import addresses, events
 from services.allocator.core.model import Lease, Owner, Pool
-from services.allocator.core.space import Space
 from services.allocator.core.state import Closed, Granted, State
 
 
@@ -17,73 +16,40 @@ def next_id(state: State) -> str:
     return f"{state.cause.text}:{state.next_serial()}"
 
 
-def begin(
-    state: State,
-    owner: Owner,
-    pool: str,
-    address: int,
-    lease_id: str,
-    rule: str,
-    *,
-    adopted: bool = False,
-) -> Lease:
-    lease = state.hold(owner, pool, address, lease_id)
-    text = addresses.text(address)
-    state.changes.granted[lease] = Granted(lease, text, state.now, rule, state.cause.text, adopted)
+def begin(state: State, owner: Owner, said: events.LeaseGranted | events.LeaseAdopted) -> Lease:
+    """Begin the lease that a decision names."""
+    lease = state.hold(owner, said.pool, addresses.parse_canonical(said.address), said.lease)
+    state.changes.granted[lease] = Granted(said, state.now, state.cause.text)
     return lease
 
 
 def end(state: State, lease: Lease, reason: str) -> None:
-    begun = state.changes.granted.get(lease)
-    if begun is not None:
-        begun.ended, begun.end_reason, begun.end_cause = state.now, reason, state.cause.text
+    changes = state.changes
+    closed = Closed(lease.id, state.now, reason, state.cause.text)
+    if lease in changes.granted:
+        changes.ended[lease] = closed
     else:
-        state.changes.closed.append(Closed(lease.id, state.now, reason, state.cause.text))
-        state.changes.altered.pop(lease, None)
+        changes.closed.append(closed)
+        changes.altered.pop(lease, None)
     state.drop(lease)
 
 
 def grant(state: State, owner: Owner, pool: Pool, address: int, rule: str) -> Lease:
-    lease = begin(state, owner, pool.name, address, next_id(state), rule)
-    _granted(state, lease, pool, state.changes.granted[lease].text, lease.id, rule)
-    return lease
-
-
-def grant_simply(state: State, owner: Owner, pool: Pool, space: Space, address: int) -> None:
-    """What grant() does, in one piece, for an address that choose_simply() found."""
-    state.serial += 1
-    cause, serial = state.cause, state.serial
-    lease = Lease(owner, address, pool.name, cause.epoch, cause.seq, serial)
-    owner.leases = (lease,)
-    space.hold_fresh(address, lease)
-    pool.last_allocated = address
-    state.touched[pool.name] = None
-    changes = state.changes
-    changes.used.add(pool.name)
-    changes.owners[owner] = None
-    text = addresses.text(address)
-    lease_id = f"{cause.text}:{serial}"
-    changes.granted[lease] = Granted(lease, text, state.now, "never-used", cause.text)
-    _granted(state, lease, pool, text, lease_id, "never-used")
-
-
-def _granted(state: State, lease: Lease, pool: Pool, text: str, lease_id: str, rule: str) -> None:
-    owner = lease.owner
-    mask, gateway = pool.mask_and_gateway(lease.address)
-    state.out.append(
-        events.LeaseGranted(
-            at=state.now,
-            owner=event_owner(owner),
-            lease=lease_id,
-            address=text,
-            pool=pool.name,
-            mask=mask,
-            gateway=gateway,
-            rule=rule,
-            sharing_key=owner.request.share,
-            generation=owner.generation,
-        )
+    mask, gateway = pool.mask_and_gateway(address)
+    said = events.LeaseGranted(
+        at=state.now,
+        owner=event_owner(owner),
+        lease=next_id(state),
+        address=addresses.text(address),
+        pool=pool.name,
+        mask=mask,
+        gateway=gateway,
+        rule=rule,
+        sharing_key=owner.request.share,
+        generation=owner.generation,
     )
+    state.out.append(said)
+    return begin(state, owner, said)
 
 
 def adopted(state: State, lease: Lease, source: str) -> events.LeaseAdopted:
@@ -104,9 +70,21 @@ def adopted(state: State, lease: Lease, source: str) -> events.LeaseAdopted:
 
 
 def adopt(state: State, owner: Owner, pool: Pool, address: int, source: str) -> Lease:
-    lease = begin(state, owner, pool.name, address, next_id(state), source, adopted=True)
-    state.out.append(adopted(state, lease, source))
-    return lease
+    mask, gateway = pool.mask_and_gateway(address)
+    said = events.LeaseAdopted(
+        at=state.now,
+        owner=event_owner(owner),
+        lease=next_id(state),
+        address=addresses.text(address),
+        pool=pool.name,
+        mask=mask,
+        gateway=gateway,
+        source=source,
+        sharing_key=owner.request.share,
+        generation=owner.generation,
+    )
+    state.out.append(said)
+    return begin(state, owner, said)
 
 
 def release(state: State, lease: Lease, reason: str) -> None:

@@ -92,7 +92,7 @@ class Terms:
     retiring: datetime | None = None  # since when it waits for the owner to show another one
 
 
-_NO_TERMS: Final = Terms()
+NO_TERMS: Final = Terms()
 _SERIAL: Final = (1 << 40) - 1
 
 
@@ -109,7 +109,7 @@ class Lease:
         self.pool = pool
         self.epoch = epoch
         self._number = seq << 40 | serial
-        self.terms = _NO_TERMS
+        self.terms = NO_TERMS
 
     @classmethod
     def of(cls, lease_id: str, owner: Owner, address: int, pool: str) -> Lease:

@@ -127,28 +127,6 @@ def _look_in(
     return Miss(refusal, tuple(waits))
 
 
-def simple(request: Request) -> bool:
-    """One address, whichever."""
-    return not request.addresses and not request.share and len(request.families) < 2
-
-
-def choose_simply(state: State, owner: Owner) -> tuple[Pool, Space, int] | None:
-    """The short way to what choose() would find, for the usual case: a new owner with a simple
-    request, and a never used address in a pool like most. None means: go the long way."""
-    request = owner.request
-    pools = state.choice(request).pools
-    if not pools or owner.rare is not None or (owner.plural, owner.key) in state.memory:
-        return None
-    pool = pools[0]
-    if pool.quotas or pool.overlapping:
-        return None
-    space = pool.spaces.get(request.families[0] if request.families else min(pool.spaces))
-    if space is None or space.inside >= space.shape.total or len(space.free) >= REMEMBERED:
-        return None
-    address = space.fresh()
-    return (pool, space, address) if address is not None else None
-
-
 def choose(state: State, owner: Owner, pool: Pool, family: int) -> Pick | Miss:
     """A free address of the pool by the rules of preference."""
     space, request = pool.spaces[family], owner.request

@@ -16,7 +16,6 @@ from services.allocator.core.ledger import (
     adopted,
     event_owner,
     grant,
-    grant_simply,
     release,
     release_all,
 )
@@ -31,7 +30,7 @@ from services.allocator.core.model import (
     Refusal,
     Wait,
 )
-from services.allocator.core.pick import Miss, choose_simply, fits, look_for, missing, simple
+from services.allocator.core.pick import Miss, fits, look_for, missing
 from services.allocator.core.state import State
 
 OUTSIDE: Final = "AddressOutsidePool"
@@ -49,12 +48,6 @@ def place(state: State, owner: Owner) -> None:
     if request.problem:
         _refuse(state, owner, Miss(Refusal("InvalidRequest", request.problem), ()))
         return
-    if not owner.leases and simple(request):
-        found = choose_simply(state, owner)
-        if found is not None:
-            grant_simply(state, owner, *found)
-            settle(state, owner, HELD)
-            return
     fitting = fitting_leases(state, owner)
     _end_sharing(state, owner, fitting)
     picks, miss = look_for(state, owner, missing(request, fitting))

@@ -49,6 +49,10 @@ _KEYS: Final = (
 _READ: Final = frozenset(_KEYS)
 
 
+Parts = tuple[object, ...]
+"""What of an object decides what it asks for."""
+
+
 class Reader:
     """Requests by the parts of an object that they are read from.
 
@@ -57,45 +61,67 @@ class Reader:
 
     def __init__(self, *, classless: bool) -> None:
         self._classless = classless
-        self._known: dict[tuple[object, ...], Request] = {}
+        self._known: dict[Parts, Request] = {}
 
-    def load_balancer(self, obj: objects.LoadBalancer) -> Request:
+    @staticmethod
+    def balancer_parts(obj: objects.LoadBalancer) -> Parts:
         spec, meta = obj.spec, obj.metadata
         labels = tuple(map(meta.labels.get, GUEST_LABELS)) if meta.labels else None
         families = tuple(spec.ip_families) if spec.ip_families else None
-        key = (
+        return (
             *(meta.namespace, spec.ipam, spec.ip_pool, spec.workload_type, spec.address),
             *(families, labels, _read_annotations(meta)),
         )
-        found = self._known.get(key)
-        return found if found is not None else self._keep(key, of_load_balancer(obj))
 
-    def service(self, obj: objects.Service) -> Request:
-        """Of a Service that is ours."""
+    @staticmethod
+    def service_parts(obj: objects.Service) -> Parts:
         spec, meta = obj.spec, obj.metadata
-        annotations = _read_annotations(meta)
-        if annotations is not None and annotations[-1]:
-            return of_service(obj, classless=self._classless)  # sharers differ by their ports
         families = tuple(spec.ip_families) if spec.ip_families else None
         ips = spec.cluster_ips or (spec.cluster_ip,)
         six = tuple([":" in ip for ip in ips if ip and ip != "None"])
-        key = (
+        return (
             *(meta.namespace, spec.load_balancer_ip, spec.ip_family_policy),
-            *(families, six, annotations),
+            *(families, six, _read_annotations(meta)),
         )
-        found = self._known.get(key)
+
+    def load_balancer(self, obj: objects.LoadBalancer) -> Request:
+        parts = self.balancer_parts(obj)
+        found = self._known.get(parts)
+        return found if found is not None else self._keep(parts, of_load_balancer(obj))
+
+    def service(self, obj: objects.Service) -> Request:
+        """Of a Service that is ours."""
+        parts = self.service_parts(obj)
+        annotations = parts[-1]
+        if isinstance(annotations, tuple) and annotations[-1]:
+            return self._sharer(parts, obj)
+        found = self._known.get(parts)
         if found is not None:
             return found
-        return self._keep(key, of_service(obj, classless=self._classless))
+        return self._keep(parts, of_service(obj, classless=self._classless))
 
-    def _keep(self, key: tuple[object, ...], request: Request) -> Request:
+    def _sharer(self, parts: Parts, obj: objects.Service) -> Request:
+        """Sharers of one key differ by their ports."""
+        local = _share_policy(obj)
+        found = self._known.get((*parts, local))
+        if found is None:
+            found = of_service(obj, classless=self._classless)
+            return found if found.problem else self._keep((*parts, local), found)
+        try:
+            slots = _slots(obj.spec.ports)
+        except RequestError:
+            return of_service(obj, classless=self._classless)
+        return Request(*found[:_SLOTS], slots, *found[_SLOTS + 1 :])  # type: ignore[call-arg, arg-type]
+
+    def _keep(self, parts: Parts, request: Request) -> Request:
         if len(self._known) >= _KNOWN_LIMIT:
             self._known.clear()
-        self._known[key] = request
+        self._known[parts] = request
         return request
 
 
 _KNOWN_LIMIT: Final = 65_536
+_SLOTS: Final = Request._fields.index("slots")
 
 
 def _read_annotations(meta: objects.ObjectMeta) -> tuple[str | None, ...] | None:
@@ -149,10 +175,10 @@ def of_service(obj: objects.Service, *, classless: bool = False) -> Request:
         wanted = _addresses(text, where)
         families, strict = _service_families(spec)
         _fit_families(wanted, families, where)
-        slots = _slots(spec.ports)
+        share = annotations.get(SHARE_ANNOTATION, "")
+        slots = _slots(spec.ports) if share else ()
     except RequestError as error:
         return Request(POOL, meta.namespace, problem=str(error))
-    share = annotations.get(SHARE_ANNOTATION, "")
     return Request(
         POOL,
         meta.namespace,
@@ -162,7 +188,7 @@ def of_service(obj: objects.Service, *, classless: bool = False) -> Request:
         addresses=wanted,
         network=_network(annotations),
         share=share,
-        slots=slots if share else (),
+        slots=slots,
         policy=_share_policy(obj) if share else "",
     )
 

@@ -18,7 +18,8 @@ from services.allocator.core.changes import Changes, Closed, Granted
 from services.allocator.core.holdings import BEGINNING, Holdings, Rules
 from services.allocator.core.model import LOADBALANCERS, SERVICES, Owner, Pool, Request
 from services.allocator.core.queue import Queues
-from services.allocator.core.request import Reader
+from services.allocator.core.request import Parts, Reader
+from services.allocator.core.space import Space
 
 __all__ = ["BEGINNING", "Cause", "Changes", "Choice", "Closed", "Granted", "Rules", "State"]
 
@@ -43,6 +44,15 @@ class Choice(NamedTuple):
     reason: str = ""
     message: str = ""
     considered: tuple[tuple[str, str, str], ...] = ()
+
+
+class Lane(NamedTuple):
+    """A pool that gives its next address to all who ask for the same, until a pool changes."""
+
+    request: Request
+    pool: Pool
+    space: Space
+    texts: tuple[str, str] | None  # mask and gateway, where all its addresses have the same
 
 
 class State(Holdings):
@@ -70,7 +80,8 @@ class State(Holdings):
         self.out: list[events.Event] = []
         self.reader = Reader(classless=rules.classless)
         self._requests: dict[Request, Request] = {}
-        self._choices: dict[Request, Choice] = {}
+        self._choices: dict[tuple[str, str, str, str], Choice] = {}
+        self.lanes: dict[Parts, Lane | None] = {}
 
     # --- time and order ---
 
@@ -167,6 +178,13 @@ class State(Holdings):
             or self.departed.get((owner.plural, owner.uid)) is owner
         )
 
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is left to be decided but what the next fact asks for."""
+        return self.ready and not (
+            self.undecided or self.vanished or self.leaving or self.showing or self.legacy
+        )
+
     def undecide(self, owner: Owner) -> None:
         """Note that the owner asks for something; from here on it has its place in the order."""
         if owner.waits:
@@ -195,13 +213,15 @@ class State(Holdings):
     # --- choosing pools ---
 
     def choice(self, request: Request) -> Choice:
-        found = self._choices.get(request)
+        wish = (request.pool, request.network, request.namespace, request.cluster)
+        found = self._choices.get(wish)
         if found is None:
-            found = self._choices[request] = self._choose(request)
+            found = self._choices[wish] = self._choose(request)
         return found
 
     def forget_choices(self) -> None:
         self._choices.clear()
+        self.lanes.clear()
 
     def tries(self, need: selection.Need, pool: Pool) -> bool:
         """Whether somebody with this need would be given an address of this pool."""
