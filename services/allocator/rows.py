@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterable
-from datetime import datetime
 
 import msgspec
 
@@ -76,12 +74,6 @@ def escape(text: str) -> str:
     return text
 
 
-@functools.lru_cache(maxsize=1024)
-def _iso(at: datetime) -> str:
-    """Rows of one batch have few different times."""
-    return at.isoformat()
-
-
 LEASE_COLUMNS = (
     "id", "plural", "namespace", "name", "uid", "address", "pool", "during", "rule", "adopted",
     "sharing_key", "slots", "retiring", "cause", "release_cause", "release_reason",
@@ -97,13 +89,13 @@ def lease_line(lease: Lease, granted: Granted, ended: Closed | None) -> str:
         rule, adopted = said.source, "t"
     begun = (
         f"{said.lease}\t{owner.plural}\t{owner.namespace}\t{owner.name}\t{owner.uid}\t"
-        f'{said.address}\t{said.pool}\t["{_iso(at)}",'
+        f'{said.address}\t{said.pool}\t["{at.isoformat()}",'
     )
     if ended is None and lease.terms is NO_TERMS:
         return f"{begun})\t{rule}\t{adopted}\t\t{ALL_SLOTS}\t\\N\t{cause}\t\t\n"
     until, end_cause, end_reason = "", "", ""
     if ended is not None:
-        until, end_cause, end_reason = f'"{_iso(ended.at)}"', ended.cause, ended.reason
+        until, end_cause, end_reason = f'"{ended.at.isoformat()}"', ended.cause, ended.reason
     slots = slots_text(lease.slots) if lease.slots else ALL_SLOTS
     retiring = lease.retiring.isoformat() if lease.retiring else "\\N"
     return (

@@ -10,6 +10,7 @@ pick.py      which address an owner would get; place.py: what it gets, keeps and
 sharing.py, quota.py  rules of their own for pick.py
 wake.py      who is served next when something becomes free; queue.py: in which order
 manual.py, guests.py, legacy.py  requests of operators, guest clusters, the old ConfigMap
+express.py   the usual case in one step: a new owner, a never used address
 decide.py    one fact from beginning to end
 evolve.py    recorded decisions back into memory; restore.py: stored rows
 """
