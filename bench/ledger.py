@@ -62,6 +62,7 @@ def service(number: int, *, pool_name: str = "", **spec: object) -> events.Servi
                 ports=[objects.ServicePort(port=1 + number // 16 % 60_000)],
                 **spec,  # type: ignore[arg-type]
             ),
+            status=objects.ServiceStatus(load_balancer=objects.LoadBalancerIngress()),
         ),
     )
 

@@ -55,6 +55,7 @@ def service(i: int) -> Event:
                 ip_families=["IPv4"],
                 ports=[objects.ServicePort(name="http", port=80)],
             ),
+            status=objects.ServiceStatus(load_balancer=objects.LoadBalancerIngress()),
         ),
     )
 

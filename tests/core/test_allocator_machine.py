@@ -132,6 +132,10 @@ class Allocation(RuleBasedStateMachine):
     def lb_with_status(self, name: str, claim: str) -> None:
         self.world.lb(name, status=shown(claim, "p1"))
 
+    @rule(name=NAMES, claim=st.sampled_from(["192.0.2.2", "192.0.2.3", "198.51.100.2"]))
+    def svc_with_status(self, name: str, claim: str) -> None:
+        self.world.svc(name, ingress=[claim])
+
     @rule(name=NAMES, data=st.data())
     def lb_shows_what_it_holds(self, name: str, data: st.DataObject) -> None:
         known = self.world.objects.get(("loadbalancers", "default", name))

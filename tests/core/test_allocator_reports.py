@@ -1,6 +1,7 @@
 """What the field complained about in address management, each settled; the ids carry the report."""
 
 import random
+import sys
 from datetime import timedelta
 
 import pytest
@@ -770,3 +771,29 @@ def test_a_sharer_that_moves_covers_its_old_ports_until_it_is_gone():
     world.svc("d", ports=["TCP/80"], **share())
     assert world.svc_address("b") == world.svc_address("c") == "192.0.2.2"
     assert world.svc_address("d") == "192.0.2.5"
+
+
+@pytest.mark.parametrize("share", ["", "k"])
+@pytest.mark.parametrize("first", ["bad", "good"])
+def test_a_malformed_port_is_nobody_else_s_problem(first, share):
+    """Services of a namespace ask for the same; what is wrong with one does not stop another."""
+    world = World()
+    world.pool("p1", "192.0.2.8/29 192.0.2.10-192.0.2.12")
+    annotations = {"lbledger.io/allow-shared-ip": share} if share else None
+    for name in sorted(["bad", "good"], key=lambda name: name != first):
+        port = "TCP/80" if name == "good" else "ICMP/80"
+        world.svc(name, annotations=annotations, ports=[port])
+    assert world.svc_address("good")
+    if share:
+        assert world.refusal("services", "bad") == "InvalidRequest"
+        assert "spec.ports: ICMP/80" in world.message("services", "bad")
+
+
+def test_the_usual_owner_goes_the_short_way(monkeypatch):
+    """As the API server shows them: a new Service has a status, and nothing in it."""
+    world = World()
+    world.pool("p1", "192.0.2.8/29 192.0.2.10-192.0.2.12")
+    monkeypatch.delattr(sys.modules["services.allocator.core.decide"], "take_in")
+    world.svc("a")
+    world.lb("b")
+    assert (world.svc_address("a"), world.lb_address("b")) == ("192.0.2.10", "192.0.2.11")

@@ -15,7 +15,7 @@ class Granted(NamedTuple):
     """A lease that began, as the ledger keeps it."""
 
     said: events.LeaseGranted | events.LeaseAdopted
-    at: datetime
+    at: datetime  # in a replay it may be later than when it was said
     cause: str
 
 

@@ -1,9 +1,9 @@
 """The short way for the usual case: a new owner that asks for one address, whichever, gets the
 lowest that nobody ever had.
 
-In one piece what observe.py, pick.py and place.py say step by step, in half the time. Whatever is
-not the usual case is left to them: nothing is changed then. Both ways lead to the same state and
-the same decisions: a state machine in the tests goes both and compares.
+In one piece what observe.py, pick.py, place.py and ledger.py say step by step. Whatever is not the
+usual case is left to them: nothing is changed then. Both ways lead to the same state and the same
+decisions: a state machine in the tests goes both and compares.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def grant(state: State, fact: events.AnyEvent, epoch: str) -> events.LeaseGrante
     """Decide on a fact, if it is the usual case and nothing else is to be decided."""
     if isinstance(fact, events.ServiceSeen):
         service = fact.object
-        if not requests.is_ours(service, classless=state.rules.classless) or (
-            (shown := service.status) is not None and shown.load_balancer is not None
-        ):
+        if not requests.is_ours(
+            service, classless=state.rules.classless
+        ) or requests.claims_of_service(service):
             return None
         plural, meta, parts = SERVICES, service.metadata, state.reader.service_parts(service)
         obj: objects.Service | objects.LoadBalancer = service
     elif isinstance(fact, events.LoadBalancerSeen):
         balancer = fact.object
-        if (status := balancer.status) is not None and status.allocated_address is not None:
+        if requests.claims_of_load_balancer(balancer):
             return None
         plural, meta, parts = (
             LOADBALANCERS,

@@ -162,6 +162,7 @@ def of_load_balancer(obj: objects.LoadBalancer) -> Request:
 
 
 def of_service(obj: objects.Service, *, classless: bool = False) -> Request:
+    """Ports matter to those who share an address; for others the API server has checked them."""
     if not is_ours(obj, classless=classless):
         return NO_REQUEST
     spec, meta = obj.spec, obj.metadata
