@@ -18,17 +18,8 @@ from typing import Any, Final
 
 from schema import addresses, events, objects
 from schema.subjects import ObjectRef
-from services.applier.documents import (
-    Bookings,
-    ImportDoc,
-    OwnerDoc,
-    PoolDoc,
-    fold,
-    fold_answer,
-    fold_booking,
-    fold_pool,
-    import_of,
-)
+from services.applier.documents import Bookings, ImportDoc, OwnerDoc, PoolDoc
+from services.applier.folding import fold, fold_answer, fold_booking, fold_pool, import_of
 from services.applier.shapes import LB_KIND, made_key
 from services.applier.statuses import Form
 from services.applier.targets import (

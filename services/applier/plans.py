@@ -18,7 +18,8 @@ from schema import events, objects
 from services.applier import conditions, shapes
 from services.applier.conditions import Part, Problem
 from services.applier.core import State
-from services.applier.documents import Mark, OwnerDoc, PoolDoc, Said, event_reason
+from services.applier.documents import Mark, OwnerDoc, PoolDoc, Said
+from services.applier.folding import event_reason
 from services.applier.shapes import Body
 from services.applier.targets import Key, Target, repair_delay
 
