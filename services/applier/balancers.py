@@ -86,7 +86,7 @@ def _data_path(made: Plan, doc: OwnerDoc, lb: objects.LoadBalancer) -> None:
     """Slices, Service and, where nobody else announces, the ingress."""
     state = made.state
     ref = ObjectRef("services", doc.namespace, doc.name)
-    service = state.known(ref)
+    service = _known(made, ref)
     addresses = shapes.wanted_addresses(doc)
     if service is None and not addresses:
         return
@@ -140,7 +140,7 @@ def _slices(made: Plan, doc: OwnerDoc, lb: objects.LoadBalancer) -> bool:
     standing = True
     wanted_slices = shapes.slices(lb, doc)
     names_wanted = {wanted["metadata"]["name"] for wanted in wanted_slices}
-    shown = {name: state.known(_slice_ref(doc, name)) for name in names_wanted}
+    shown = {name: _known(made, _slice_ref(doc, name)) for name in names_wanted}
     opening = shapes.opening(wanted_slices, shown)
     for wanted in wanted_slices:
         name = wanted["metadata"]["name"]
@@ -204,20 +204,18 @@ def _ours(made: Plan, doc: OwnerDoc, known: Any, about: str) -> bool:
         made.problems.append(Problem(about, "NameConflict", text))
         return False
     if standing == "former" or known.metadata.deletion_timestamp is not None:
-        _wait_for_removal(made, known)
         text = f"the former {kind} {doc.namespace}/{known.metadata.name} is being removed"
         made.problems.append(Problem(about, "WaitingForRemoval", text))
         return False
     return True
 
 
-def _wait_for_removal(made: Plan, known: Any) -> None:
-    """A fact ends the wait; for an object that no fact ever showed, time does."""
-    ref = objects.object_ref(known)
-    if not made.state.awaited(ref):
-        return
-    limit = timedelta(seconds=made.state.options.undecided_s)
-    made.wake(made.state.doubt(ref, made.now, limit) or made.now + timedelta(milliseconds=10))
+def _known(made: Plan, ref: ObjectRef) -> Any:
+    """The newest form of an object that we make; looks again when the watcher doesn't show it."""
+    until = made.state.confirm(ref, made.now)
+    if until is not None:
+        made.wake(until)
+    return made.state.known(ref)
 
 
 def held(made: Plan, doc: OwnerDoc, *, soft: bool, new: bool) -> bool:

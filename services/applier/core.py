@@ -37,6 +37,7 @@ KINDS: Final = ("loadbalancers", "ippools", "services", "endpointslices")
 FOLLOWED: Final = (*KINDS, "pods")
 OWNERS: Final = ("loadbalancers", "services", "pods")
 FORGET_GONE: Final = 50_000
+DOUBT_CAP: Final = timedelta(minutes=5)
 
 
 class State:
@@ -61,7 +62,7 @@ class State:
         self._written: dict[ObjectRef, View | Absent] = {}
         self._slices: dict[str, set[ObjectRef]] = {}
         self._gone: dict[str, None] = {}
-        self._doubted: dict[ObjectRef, datetime] = {}
+        self._doubted: dict[ObjectRef, tuple[datetime, timedelta]] = {}  # since, for how long
 
     # --- questions ---
 
@@ -77,18 +78,22 @@ class State:
         written = self._written.get(ref)
         return written is not None and not isinstance(written, Absent)
 
-    def doubt(self, ref: ObjectRef, now: datetime, limit: timedelta) -> datetime | None:
-        """Give up what we wrote and nobody ever showed, after a while; None when it is given up.
+    def confirm(self, ref: ObjectRef, now: datetime) -> datetime | None:
+        """Until when to wait for the watcher to show an object that only we know of.
 
-        An object may come and go between two looks of the watcher, with neither seen. Until then
-        returns when to ask again. The next write finds out: it creates, or is refused with what
-        is there.
+        An object may come and go between two looks of the watcher, with neither seen: no fact will
+        ever end what the answer to our write said. So after a while that answer is given up (None),
+        and the next write finds out: it creates, or is refused with what is there. For an object
+        that is there all the while, and a watcher that is not, this is asked ever more rarely.
         """
-        since = self._doubted.setdefault(ref, now)
+        if ref in self.shown or not self.awaited(ref):
+            return None
+        since, limit = self._doubted.get(ref) or (now, timedelta(seconds=self.options.undecided_s))
         if now < since + limit:
+            self._doubted[ref] = (since, limit)
             return since + limit
-        del self._doubted[ref]
-        self._written.pop(ref, None)
+        self._doubted[ref] = (now, min(2 * limit, DOUBT_CAP))
+        del self._written[ref]
         return None
 
     def slices_of(self, uid: str) -> list[ObjectRef]:
@@ -206,6 +211,7 @@ class State:
 
     def _drop_targets(self, refs: Iterable[ObjectRef]) -> None:
         for ref in refs:
+            self._doubted.pop(ref, None)
             for part in ("", "status", "finalizers"):
                 key = Key(*ref, part)
                 if self.targets.pop(key, None) is not None:

@@ -345,6 +345,17 @@ class World:
                 old = None
             self.state.observe(ref, old, new, uid)
 
+    def relist(self) -> None:
+        """The watcher missed what happened: it will show the difference, and never what came and
+        went in between."""
+        shown = _shown(self.api.events[: self.delivered])
+        missed = {ref: new for ref, _, new, _ in self.api.events[self.delivered :]}
+        del self.api.events[self.delivered :]
+        for ref, new in missed.items():
+            old = shown.get(ref)
+            if new is not None or old is not None:
+                self.api.events.append((ref, old, new, (new or old).metadata.uid))
+
     def step(self, entity: str) -> Plan:
         """Plan for one entity and make its writes, the last first: they go out together."""
         self.state.dirty.pop(entity, None)

@@ -161,6 +161,15 @@ class Applier(RuleBasedStateMachine):
     def shown(self, count):
         self.world.deliver(count)
 
+    @rule(name=lbs, plural=st.sampled_from(["services", "endpointslices"]))
+    def deleted_unseen(self, name, plural):
+        """An object of ours goes, and of what the watcher missed it will show what is there."""
+        self.planned()
+        ref = ObjectRef(plural, "default", name)
+        if ref in self.world.api.objects:
+            self.world.api.put(ref, None)
+        self.world.relist()
+
     @rule(seconds=st.sampled_from([0.1, 1.0, 60.0]))
     def time_passed(self, seconds):
         self.world.wait(seconds)
@@ -239,4 +248,4 @@ class Applier(RuleBasedStateMachine):
 
 
 TestApplier = Applier.TestCase
-TestApplier.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestApplier.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

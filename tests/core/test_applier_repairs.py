@@ -1,5 +1,7 @@
 """What the applier does about others: hands, other controllers, refusals of the API server."""
 
+from datetime import timedelta
+
 import pytest
 
 from schema.subjects import ObjectRef
@@ -84,6 +86,42 @@ def test_report_31_a_deleted_object_is_made_again(ready, ref):
     assert after.metadata.labels == before.metadata.labels
     assert after.metadata.owner_references == before.metadata.owner_references
     assert world.condition(owner).status == "True"
+
+
+@pytest.mark.parametrize("ref", [SERVICE, SLICE], ids=["service", "slice"])
+def test_report_31_what_came_and_went_between_two_looks_of_the_watcher_is_made_again(ref):
+    """No fact ever shows an object that was deleted while the watcher was away."""
+    world = World()
+    owner = world.balancer()
+    world.run()
+    world.grant(owner, "192.0.2.10")
+    world.resolve(owner, backend())
+    world.run(show=False)
+    world.api.put(ref, None)
+    world.relist()
+    world.wait(10)
+    assert world.api.view(ref) is not None
+    assert world.condition(owner).status == "True"
+
+
+def test_an_object_that_nobody_shows_is_asked_for_ever_more_rarely():
+    """While the watcher is away, what we made stays as it is and costs a few requests an hour."""
+    world = World()
+    owner = world.balancer()
+    world.run()
+    world.grant(owner, "192.0.2.10")
+    world.resolve(owner, backend())
+    world.run(show=False)
+    made, seen = len(world.api.writes), world.slice()
+    end = world.now + timedelta(hours=1)
+    while due := [at for at in world.later.values() if at <= end]:
+        world.now = max(world.now, min(due))
+        for entity in [entity for entity, at in world.later.items() if at <= world.now]:
+            del world.later[entity]
+            world.state.touch(entity)
+        world.run(show=False)
+    assert world.slice() == seen
+    assert len(world.api.writes) - made < 60
 
 
 def test_report_31_a_conflict_is_read_again_and_written_once(ready):
