@@ -19,7 +19,7 @@ from services.allocator.core import Rules, State, Tick, account, decide, next_de
 from services.allocator.core.state_of import restated, standing_leases
 from services.kit.config import Settings
 from services.kit.projector import Projector
-from services.kit.records import Record, Source, Work
+from services.kit.records import Record, Saver, Source, Work
 from services.kit.runtime import Runtime
 
 log = structlog.get_logger()
@@ -93,8 +93,11 @@ class AllocatorProjection:
         for event in account(self.state):
             work.emit(event, self.state.cause.text)
 
+    def take_changes(self) -> Saver:
+        return store.take_changes(self.state)
+
     async def save(self, conn: AsyncConnection) -> None:
-        await store.save(conn, self.state)
+        await self.take_changes()(conn)
 
     def restate(self, work: Work) -> None:
         for event in (*restated(self.state), *account(self.state)):

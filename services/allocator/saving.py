@@ -1,10 +1,14 @@
 """From the allocator's memory to its rows: what changed, in one transaction of the caller.
 
-Leases end before new ones begin, so that an address may change hands within one batch. New rows go
-in by COPY: it is several times faster than INSERT.
+What is to be written is taken out of the memory at once, as statements, and written when its turn
+comes: meanwhile the memory goes on. Leases end before new ones begin, so that an address may change
+hands within one batch. New rows go in by COPY: it is several times faster than INSERT.
 """
 
 from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
@@ -18,33 +22,57 @@ from services.allocator import rows
 from services.allocator.core.model import Owner
 from services.allocator.core.state import State
 from services.kit import direct
+from services.kit.records import Saver
 
 
-async def save(conn: AsyncConnection, state: State) -> None:
-    """Write what changed since the last load or save.
+class Steps:
+    """Statements with their values, in the order in which they are to run."""
 
-    The transaction must have had a statement already: SQLAlchemy begins it with its first one.
+    def __init__(self) -> None:
+        self._steps: list[Callable[[AsyncConnection], Awaitable[object]]] = []
+
+    async def run(self, conn: AsyncConnection) -> None:
+        for step in self._steps:
+            await step(conn)
+
+    def execute(self, statement: sa.Executable, values: Any = None) -> None:
+        self._steps.append(lambda conn: conn.execute(statement, values))
+
+    def fetch(self, query: str, *values: object) -> None:
+        self._steps.append(lambda conn: direct.fetch(conn, query, *values))
+
+    def copy(self, table: sa.Table, columns: Sequence[str], lines: list[str]) -> None:
+        self._steps.append(lambda conn: direct.copy_text(conn, table, columns, lines))
+
+
+def take_changes(state: State) -> Saver:
+    """What changed since the last load or take, as a function that writes it.
+
+    Its transaction must have had a statement already: SQLAlchemy begins it with its first one. When
+    it is not written, the state is of no more use.
     """
-    changes = state.changes
-    if not changes:
-        return
-    await _save_clock(conn, state)
-    await _save_marks(conn, state)
-    await _save_owners(conn, state)
-    await _save_leases(conn, state)
-    await _save_memos(conn, state)
-    await _save_pools(conn, state)
-    await _save_projects(conn, state)
-    state.forget_changes()
+    steps = Steps()
+    if state.changes:
+        _take_clock(steps, state)
+        _take_marks(steps, state)
+        _take_owners(steps, state)
+        _take_leases(steps, state)
+        _take_memos(steps, state)
+        _take_pools(steps, state)
+        _take_projects(steps, state)
+        state.forget_changes()
+    return steps.run
 
 
 _CLOCK = """
-    update allocator.clock
-    set epoch = $1, now = $2, serial = $3, legacy = $4, imported = $5 returning 1
+    insert into allocator.clock (one, epoch, now, serial, legacy, imported)
+    values (true, $1, $2, $3, $4, $5)
+    on conflict (one) do update set epoch = excluded.epoch, now = excluded.now,
+        serial = excluded.serial, legacy = excluded.legacy, imported = excluded.imported
 """
 
 
-async def _save_clock(conn: AsyncConnection, state: State) -> None:
+def _take_clock(steps: Steps, state: State) -> None:
     values = (
         state.epoch,
         state.now,
@@ -52,14 +80,10 @@ async def _save_clock(conn: AsyncConnection, state: State) -> None:
         msgspec.json.encode(state.legacy).decode() if state.legacy is not None else "",
         state.imported,
     )
-    if not await direct.fetch(conn, _CLOCK, *values):
-        names = ("epoch", "now", "serial", "legacy", "imported")
-        await conn.execute(
-            sa.insert(tables.clock), {"one": True, **dict(zip(names, values, strict=True))}
-        )
+    steps.fetch(_CLOCK, *values)
 
 
-async def _save_marks(conn: AsyncConnection, state: State) -> None:
+def _take_marks(steps: Steps, state: State) -> None:
     values = [
         {"plural": plural, "epoch": epoch, "seq": seq, "absent": absent}
         for plural, (epoch, seq, absent) in sorted(state.synced.items())
@@ -68,7 +92,7 @@ async def _save_marks(conn: AsyncConnection, state: State) -> None:
     if values:
         statement = pg.insert(service_tables("allocator").sync_mark)
         names = ("epoch", "seq", "absent")
-        await conn.execute(
+        steps.execute(
             statement.on_conflict_do_update(
                 index_elements=["plural"],
                 set_={name: statement.excluded[name] for name in names},
@@ -103,7 +127,7 @@ _DELETE_OWNERS = sa.text(
 )
 
 
-async def _save_owners(conn: AsyncConnection, state: State) -> None:
+def _take_owners(steps: Steps, state: State) -> None:
     new: list[str] = []
     known: list[Owner] = []
     dead: list[Owner] = []
@@ -117,12 +141,12 @@ async def _save_owners(conn: AsyncConnection, state: State) -> None:
             new.append(rows.owner_line(owner))
             owner.stored = True
     if dead:
-        await conn.execute(
+        steps.execute(
             _DELETE_OWNERS, {"plural": [o.plural for o in dead], "uid": [o.uid for o in dead]}
         )
     if known:
         known.sort(key=lambda owner: (owner.plural, owner.uid))
-        await conn.execute(
+        steps.execute(
             _UPDATE_OWNERS,
             {
                 "plural": [o.plural for o in known],
@@ -140,7 +164,7 @@ async def _save_owners(conn: AsyncConnection, state: State) -> None:
             },
         )
     if new:
-        await direct.copy_text(conn, tables.owner, rows.OWNER_COLUMNS, new)
+        steps.copy(tables.owner, rows.OWNER_COLUMNS, new)
 
 
 _CLOSE = sa.text(
@@ -170,10 +194,10 @@ _ALTER = sa.text(
 )
 
 
-async def _save_leases(conn: AsyncConnection, state: State) -> None:
+def _take_leases(steps: Steps, state: State) -> None:
     closed = state.changes.closed
     if closed:
-        await conn.execute(
+        steps.execute(
             _CLOSE,
             {
                 "id": [c.id for c in closed],
@@ -184,7 +208,7 @@ async def _save_leases(conn: AsyncConnection, state: State) -> None:
         )
     altered = list(state.changes.altered)
     if altered:
-        await conn.execute(
+        steps.execute(
             _ALTER,
             {
                 "id": [lease.id for lease in altered],
@@ -199,7 +223,7 @@ async def _save_leases(conn: AsyncConnection, state: State) -> None:
         for lease, granted in state.changes.granted.items()
     ]
     if lines:
-        await direct.copy_text(conn, tables.lease, rows.LEASE_COLUMNS, lines)
+        steps.copy(tables.lease, rows.LEASE_COLUMNS, lines)
 
 
 _UPSERT_MEMOS = sa.text(
@@ -224,17 +248,17 @@ _DELETE_MEMOS = sa.text(
 )
 
 
-async def _save_memos(conn: AsyncConnection, state: State) -> None:
+def _take_memos(steps: Steps, state: State) -> None:
     ordered = sorted(state.changes.memos.items())
     gone = [key for key, memo in ordered if memo is None]
     kept = [memo for _, memo in ordered if memo is not None]
     if gone:
-        await conn.execute(
+        steps.execute(
             _DELETE_MEMOS,
             {"pool": [p for p, _ in gone], "address": [addresses.text(a) for _, a in gone]},
         )
     if kept:
-        await conn.execute(
+        steps.execute(
             _UPSERT_MEMOS,
             {
                 "pool": [m.pool for m in kept],
@@ -253,11 +277,11 @@ _LAST_ALLOCATED = """
 """
 
 
-async def _save_pools(conn: AsyncConnection, state: State) -> None:
+def _take_pools(steps: Steps, state: State) -> None:
     changed = sorted(state.changes.pools)
     gone = [name for name in changed if name not in state.pools]
     if gone:
-        await conn.execute(sa.delete(tables.pool).where(tables.pool.c.name.in_(gone)))
+        steps.execute(sa.delete(tables.pool).where(tables.pool.c.name.in_(gone)))
     values = [
         {
             "name": pool.name,
@@ -267,8 +291,8 @@ async def _save_pools(conn: AsyncConnection, state: State) -> None:
             "view": msgspec.to_builtins(pool.view),
             "good": msgspec.to_builtins(pool.good) if pool.good is not None else sa.null(),
             "last_allocated": pool.last_text,
-            "claims": pool.claims,
-            "history": pool.history,
+            "claims": dict(pool.claims),
+            "history": dict(pool.history),
         }
         for name in changed
         if (pool := state.pools.get(name)) is not None
@@ -276,7 +300,7 @@ async def _save_pools(conn: AsyncConnection, state: State) -> None:
     if values:
         insert = pg.insert(tables.pool)
         names = [name for name in values[0] if name != "name"]
-        await conn.execute(
+        steps.execute(
             insert.on_conflict_do_update(
                 index_elements=["name"], set_={name: insert.excluded[name] for name in names}
             ),
@@ -285,14 +309,14 @@ async def _save_pools(conn: AsyncConnection, state: State) -> None:
     used = [state.pools[name] for name in sorted(state.changes.used) if name in state.pools]
     if used:
         names, lasts = [pool.name for pool in used], [pool.last_text for pool in used]
-        await direct.fetch(conn, _LAST_ALLOCATED, names, lasts)
+        steps.fetch(_LAST_ALLOCATED, names, lasts)
 
 
-async def _save_projects(conn: AsyncConnection, state: State) -> None:
+def _take_projects(steps: Steps, state: State) -> None:
     changed = sorted(state.changes.projects)
     gone = [name for name in changed if name not in state.projects]
     if gone:
-        await conn.execute(sa.delete(tables.project).where(tables.project.c.namespace.in_(gone)))
+        steps.execute(sa.delete(tables.project).where(tables.project.c.namespace.in_(gone)))
     values = [
         dict(
             zip(
@@ -305,7 +329,7 @@ async def _save_projects(conn: AsyncConnection, state: State) -> None:
     if values:
         insert = pg.insert(tables.project)
         names = ("project", "uid", "epoch")
-        await conn.execute(
+        steps.execute(
             insert.on_conflict_do_update(
                 index_elements=["namespace"], set_={name: insert.excluded[name] for name in names}
             ),

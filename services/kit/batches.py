@@ -2,6 +2,10 @@
 
 The transaction holds the compare-and-set of the offsets, the service's own rows, its decisions and
 its dead letters. Memory and stored state agree after it; when it fails, memory is loaded again.
+
+A projection that detaches its changes goes on with the next batch while one is being written, so
+memory may be one batch ahead of what is stored. Transactions still follow one another, and when one
+fails, the batch that was applied after it is taken again from the loaded state.
 """
 
 from __future__ import annotations
@@ -25,11 +29,20 @@ from schema import events, subjects
 from schema.tables import service_tables
 from services.kit import garbage
 from services.kit.acknowledged import MARK_ROW
-from services.kit.bus import Message
+from services.kit.bus import Message, header_mark
 from services.kit.db import plain_error
 from services.kit.mirror import next_epoch
 from services.kit.outbox import Outbox, Span
-from services.kit.records import Hole, Poison, Projection, Record, Settling, Work
+from services.kit.records import (
+    Detaching,
+    Hole,
+    Poison,
+    Projection,
+    Record,
+    Saver,
+    Settling,
+    Work,
+)
 
 log = structlog.get_logger()
 _applied = Counter("lbledger_events_applied_total", "Events taken by this service", ["stream"])
@@ -47,6 +60,7 @@ _batch_seconds = Histogram(
 # The row that every commit moves, also one that advances in no stream. Its `created` is that of
 # the LB stream that our decisions were last published to.
 FENCE_ROW: Final = "LB (produced)"
+APPLY_AT_ONCE: Final = 50  # while a transaction waits for us to go on with it
 ISOLATE_ERRORS: Final = (sa.exc.IntegrityError, sa.exc.DataError)
 
 
@@ -66,6 +80,10 @@ class Offset:
     seq: int = 0
     version: int = 0
     created: str = ""
+
+    @property
+    def place(self) -> tuple[str, int, str]:
+        return self.epoch, self.seq, self.created
 
 
 class Arrival(NamedTuple):
@@ -88,6 +106,18 @@ class Batch:
         return len(self.arrivals) + len(self.local)
 
 
+class Prepared(NamedTuple):
+    """A batch that the memory has taken, and what its transaction is to hold."""
+
+    batch: Batch
+    work: Work
+    dead: list[tuple[Message, str]]
+    offsets: dict[str, Offset]
+    counts: Tally[str]
+    save: Saver
+    began: float
+
+
 class Committer:
     """Applies batches to a projection and commits them."""
 
@@ -97,10 +127,16 @@ class Committer:
         self.offsets: dict[str, Offset] = {}
         self._engine = engine
         self._conn: AsyncConnection | None = None
+        self._applied: dict[str, Offset] = {}  # what memory has taken: the offsets, or beyond
+        self._writing: tuple[asyncio.Task[None], Batch] | None = None
         self._tables = service_tables(projection.name)
         self._move = _move_statement(projection.name)
 
     async def close(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing[0].cancel()
+            await asyncio.gather(writing[0], return_exceptions=True)
         conn, self._conn = self._conn, None
         if conn is not None:
             with contextlib.suppress(Exception):
@@ -129,14 +165,53 @@ class Committer:
                     row.stream: Offset(row.epoch, row.seq, row.version, row.created)
                     for row in result
                 }
+                self._applied = self.offsets
                 with garbage.loading():
                     await self.projection.load(conn)
                 await self.outbox.load(conn)
         # Kept: taking one from the pool for every batch costs as much as a statement.
         self._conn = await self._engine.connect()
 
+    async def take(self, batch: Batch) -> None:
+        """Take a batch, and let its transaction run on if the projection can go on meanwhile."""
+        if not isinstance(self.projection, Detaching):
+            await self.process(batch)
+            return
+        try:
+            prepared = await self._prepare(batch)
+        except _Misapplied:
+            await self.settled()
+            await self.load()
+            await self.process(batch)
+            return
+        if await self.settled():
+            self._writing = (asyncio.create_task(self._write(prepared)), batch)
+        else:
+            await self.process(batch)
+
+    async def settled(self) -> bool:
+        """Wait for the transaction that is under way. False: it held an input that can't be taken,
+        which is set apart by now; memory was loaded again and holds nothing that came after it."""
+        if self._writing is None:
+            return True
+        task, batch = self._writing
+        try:
+            await task
+        except ISOLATE_ERRORS as error:
+            log.warning("projector.isolating", why=plain_error(error), events=len(batch))
+            self._writing = None
+            await self._set_apart(batch)
+            return False
+        self._writing = None
+        return True
+
+    @property
+    def under_way(self) -> list[object] | None:
+        """Inputs of our own in the transaction that is under way; None when there is none."""
+        return None if self._writing is None else self._writing[1].local
+
     async def process(self, batch: Batch) -> None:
-        """Take a batch; an input that can't be taken is set apart."""
+        """Take and commit a batch; an input that can't be taken is set apart."""
         try:
             await self._commit(batch)
         except ISOLATE_ERRORS as error:
@@ -146,6 +221,9 @@ class Committer:
         else:
             batch.arrivals, batch.local = [], []
             return
+        await self._set_apart(batch)
+
+    async def _set_apart(self, batch: Batch) -> None:
         await self.load()
         while batch.arrivals:
             await self._isolate(Batch(arrivals=batch.arrivals[:1], snapshot=batch.snapshot))
@@ -167,14 +245,19 @@ class Committer:
                 await self._commit(single, refuse=why)
 
     async def _commit(self, batch: Batch, *, refuse: str = "") -> None:
+        await self._write(await self._prepare(batch, refuse=refuse))
+
+    async def _prepare(self, batch: Batch, *, refuse: str = "") -> Prepared:
+        """Apply a batch to the memory."""
         began = time.monotonic()
         work = Work(self.projection.name)
         dead: list[tuple[Message, str]] = []
         reached: dict[str, tuple[str, int]] = {}
         counts: Tally[str] = Tally()
-        for message, record, problem in batch.arrivals:
+        known = self._applied
+        for number, (message, record, problem) in enumerate(batch.arrivals, 1):
             stream = message.stream
-            epoch = reached[stream][0] if stream in reached else self.offsets[stream].epoch
+            epoch = reached[stream][0] if stream in reached else known[stream].epoch
             if refuse or problem:
                 dead.append((message, refuse or problem))
             elif record is not None:
@@ -182,28 +265,37 @@ class Committer:
                 epoch = next_epoch(epoch, record)
             reached[stream] = (epoch, message.seq)
             counts[stream] += 1
+            if self._writing is not None and not number % APPLY_AT_ONCE:
+                await asyncio.sleep(0)
         if batch.snapshot:
-            passed = {stream: self.offsets[stream].seq for stream in reached}
+            passed = {stream: known[stream].seq for stream in reached}
             dead = [letter for letter in dead if letter[0].seq > passed[letter[0].stream]]
             reached = {stream: (reached[stream][0], seq) for stream, seq in passed.items()}
-        offsets = self.offsets | {
-            stream: replace(self.offsets[stream], epoch=epoch, seq=seq)
+        offsets = known | {
+            stream: replace(known[stream], epoch=epoch, seq=seq)
             for stream, (epoch, seq) in reached.items()
         }
-        for item in batch.local:
-            work.begin(None)
-            try:
-                self.projection.local(item, work)
-            except Exception as error:
-                raise _Misapplied from error
         try:
+            for item in batch.local:
+                work.begin(None)
+                self.projection.local(item, work)
             self.settle(work)
+            save = self._changes()
         except Exception as error:
             raise _Misapplied from error
-        await self.write(work, dead, offsets)
-        for stream, count in counts.items():
+        self._applied = offsets
+        return Prepared(batch, work, dead, offsets, counts, save, began)
+
+    def _changes(self) -> Saver:
+        if isinstance(self.projection, Detaching):
+            return self.projection.take_changes()
+        return self.projection.save
+
+    async def _write(self, prepared: Prepared) -> None:
+        await self._transact(prepared.work, prepared.dead, prepared.offsets, prepared.save)
+        for stream, count in prepared.counts.items():
             _applied.labels(stream).inc(count)
-        _batch_seconds.observe(time.monotonic() - began)
+        _batch_seconds.observe(time.monotonic() - prepared.began)
 
     def settle(self, work: Work) -> None:
         """Let a projection that decides once for several inputs do so now."""
@@ -230,7 +322,18 @@ class Committer:
         dead: list[tuple[Message, str]],
         offsets: dict[str, Offset],
     ) -> None:
-        """The transaction. On success memory and stored state agree again."""
+        """Commit decisions, offsets and the projection's changes; nothing may be under way."""
+        await self._transact(work, dead, offsets, self._changes())
+        self._applied = self.offsets
+
+    async def _transact(
+        self,
+        work: Work,
+        dead: list[tuple[Message, str]],
+        offsets: dict[str, Offset],
+        save: Saver,
+    ) -> None:
+        """The transaction. On success what is stored is as memory was after this batch."""
         now = datetime.now(UTC)
         work.begin(None)
         for message, reason in dead:
@@ -243,7 +346,7 @@ class Committer:
                 await self.outbox.delete(self._conn, done[1:])
                 if dead:
                     await self._conn.execute(sa.insert(self._tables.dead_letter), _dead_rows(dead))
-                await self.projection.save(self._conn)
+                await save(self._conn)
                 rows = await self.outbox.insert(self._conn, work.emitted)
         except BaseException:
             self.outbox.keep(done)
@@ -264,7 +367,7 @@ class Committer:
         """Move the offsets, and on the way delete one span of the outbox, and note how far the
         stream acknowledged."""
         known = self.offsets
-        moved = sorted(s for s, o in offsets.items() if o != known[s] or s == FENCE_ROW)
+        moved = sorted(s for s, o in offsets.items() if s == FENCE_ROW or o.place != known[s].place)
         first, last = done[0] if done else (0, -1)
         result = await conn.exec_driver_sql(
             self._move,
@@ -281,7 +384,19 @@ class Committer:
         )
         if result.rowcount != len(moved):
             raise Fenced
-        return offsets | {s: replace(offsets[s], version=known[s].version + 1) for s in moved}
+        return known | {s: replace(offsets[s], version=known[s].version + 1) for s in moved}
+
+
+_TYPE, _EXPECTED, _EPOCH, _TRACE, _CAUSE = map(
+    header_mark,
+    (
+        subjects.HEADER_TYPE,
+        subjects.HEADER_EXPECTED_LAST,
+        subjects.HEADER_EPOCH,
+        subjects.HEADER_TRACE,
+        subjects.HEADER_CAUSE,
+    ),
+)
 
 
 def read(message: Message) -> Arrival:
@@ -297,18 +412,18 @@ def read(message: Message) -> Arrival:
 
 def decode(message: Message) -> Record:
     """Raises UnknownEvent, or ValueError (msgspec's included) for what is no event."""
-    headers = message.headers
-    event = events.decode(message.data, headers.get(subjects.HEADER_TYPE))
-    expected = headers.get(subjects.HEADER_EXPECTED_LAST, "")
+    header = message.header
+    event = events.decode(message.data, header(_TYPE))
+    expected = header(_EXPECTED)
     return Record(
         stream=message.stream,
         seq=message.seq,
         subject=message.subject,
-        epoch=headers.get(subjects.HEADER_EPOCH, ""),
+        epoch=header(_EPOCH),
         event=event,
         expected=int(expected) if expected.isdigit() else -1,
-        trace=headers.get(subjects.HEADER_TRACE, ""),
-        origin=headers.get(subjects.HEADER_CAUSE, ""),
+        trace=header(_TRACE),
+        origin=header(_CAUSE),
     )
 
 

@@ -34,6 +34,8 @@ from services.kit.bus_types import (
     Unavailable,
     WrongLast,
     check_subject,
+    format_headers,
+    header_mark,
 )
 from services.kit.bus_wire import Credentials
 
@@ -52,6 +54,8 @@ __all__ = [
     "TooLarge",
     "Unavailable",
     "WrongLast",
+    "format_headers",
+    "header_mark",
 ]
 
 

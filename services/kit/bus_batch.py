@@ -96,14 +96,14 @@ class Batches:
     async def _together(self, messages: Sequence[Outgoing], lines: list[str]) -> int | list[Item]:
         """The first sequence of all; where that is refused, the items on their way one by one."""
         publisher, count = self._publisher, len(messages)
-        by_subject: dict[str, list[Item]] = {message.subject: [] for message in messages}
+        subjects = dict.fromkeys([message.subject for message in messages])
+        left: dict[str, list[Item]] = {}
         publisher.count(count)
         # All at once, so that two batches never wait for each other, and in the order of the calls.
-        turns = {subject: publisher.claim(subject) for subject in by_subject}
+        turns = publisher.claim(subjects)
         try:
             for turn in turns.values():
-                if turn is not None:
-                    await turn
+                await turn
             async with self._slots:
                 ack = await self._commit(messages, lines)
             if ack is not None:
@@ -113,15 +113,15 @@ class Batches:
             items = self._items(messages, lines)
             publisher.begin(items)
             for item in items:
-                by_subject[item.subject].append(item)
+                left.setdefault(item.subject, []).append(item)
             return items
         finally:
             publisher.count(-count)
             for subject, turn in turns.items():
-                if turn is None or (turn.done() and not turn.cancelled() and not turn.exception()):
-                    publisher.release(subject, by_subject[subject])
-                else:
+                if not turn.done() or turn.cancelled() or turn.exception():
                     turn.cancel()
+                    del subjects[subject]  # it was never ours
+            publisher.release(subjects, left)
 
     async def _commit(self, messages: Sequence[Outgoing], lines: list[str]) -> Ack | None:
         """The acknowledgement of the whole; None when they must go one by one."""
@@ -150,10 +150,11 @@ class Batches:
 
     def _send(self, messages: Sequence[Outgoing], lines: list[str], token: bytes) -> None:
         publisher, last = self._publisher, len(messages)
+        head, known = publisher.head, publisher.known
         batch = f"Nats-Batch-Id: {secrets.token_hex(8)}\r\nNats-Batch-Sequence: "
         seen: set[str] = set()
         ready: list[Ready] = []
-        for number, (message, head) in enumerate(zip(messages, lines, strict=True), 1):
+        for number, (message, line) in enumerate(zip(messages, lines, strict=True), 1):
             subject, reply, extra = message.subject, "", f"{batch}{number}\r\n"
             if number == last:
                 reply = publisher.reply_to(token)
@@ -164,8 +165,8 @@ class Batches:
                 seen.add(subject)
                 expected = message.expected
                 if expected is None:
-                    expected = publisher.known(subject)
+                    expected = known(subject)
                 if expected is not None:
                     extra += f"{EXPECTED_LAST}: {expected}\r\n"
-            ready.append((subject, reply, publisher.head(head, extra), message.data))
+            ready.append((subject, reply, head(line, extra), message.data))
         self._link.send_all(ready)

@@ -23,6 +23,23 @@ class Lanes:
         self._lanes[subject] = None
         return True
 
+    def hold_all(self, subjects: Iterable[str]) -> bool:
+        """Take these, if all of them are free."""
+        if not self._lanes.keys().isdisjoint(subjects):
+            return False
+        self._lanes.update(dict.fromkeys(subjects))
+        return True
+
+    def leave_free(self, subjects: Iterable[str]) -> list[str]:
+        """Give up those for which nobody waits; returns the others, which are still held."""
+        lanes, others = self._lanes, []
+        for subject in subjects:
+            if lanes[subject] is None:
+                del lanes[subject]
+            else:
+                others.append(subject)
+        return others
+
     def queue(self, subject: str, entry: Entry) -> None:
         """Wait for a subject that is held."""
         lane = self._lanes[subject]

@@ -12,7 +12,7 @@ there. Only a message that is not ours is a conflict.
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -116,7 +116,10 @@ class Publisher:
         expected: int | None = None,
     ) -> asyncio.Future[Published]:
         """As publish, without waiting. Bounds nothing: call `room` before, or hold a window."""
-        message = Outgoing(subject, data, headers, msg_id, expected)
+        return self.give(Outgoing(subject, data, headers, msg_id, expected))
+
+    def give(self, message: Outgoing) -> asyncio.Future[Published]:
+        """As submit; `lines` included."""
         item = self.item(message, self.lines(message))
         self.enqueue((item,))
         return item.future
@@ -179,7 +182,10 @@ class Publisher:
         if self._closed:
             raise Unavailable(f"the publisher of {self._stream} is closed")
         check_subject(message.subject)
-        lines = format_headers({MSG_ID: message.msg_id, **message.headers})
+        headers = {MSG_ID: message.msg_id}
+        if message.headers:
+            headers |= message.headers
+        lines = format_headers(headers) + message.lines
         size = size_of(lines, message.data) + self._added
         if size > self._link.max_payload:
             raise TooLarge(message.subject, size, self._link.max_payload)
@@ -190,8 +196,8 @@ class Publisher:
             raise Unavailable(f"the publisher of {self._stream} is closed")
         return Item(message, lines, self._loop.create_future())
 
-    def head(self, lines: str, extra: str = "") -> bytes:
-        return f"NATS/1.0\r\n{lines}{extra}{self._tail}".encode()
+    def head(self, lines: str, extra: str = "") -> str:
+        return f"NATS/1.0\r\n{lines}{extra}{self._tail}"
 
     def enqueue(self, items: Iterable[Item]) -> None:
         window = self._window
@@ -231,7 +237,7 @@ class Publisher:
         head = self.head(item.lines, f"{EXPECTED_LAST}: {item.used}\r\n")
         token = self.token()
         try:
-            self._link.send(item.subject, self.reply_to(token), head, item.data)
+            self._link.send(item.subject, self.reply_to(token), head.encode(), item.data)
         except Unavailable:
             self._parked.append(item)
             return
@@ -320,22 +326,25 @@ class Publisher:
 
     # Lanes: one message, or one batch, per subject.
 
-    def claim(self, subject: str) -> asyncio.Future[None] | None:
-        """Take a subject for a batch; a future to wait for when it is not free."""
-        if self._lanes.hold(subject):
-            return None
-        turn: asyncio.Future[None] = self._loop.create_future()
-        self._lanes.queue(subject, turn)
-        return turn
+    def claim(self, subjects: Collection[str]) -> dict[str, asyncio.Future[None]]:
+        """Take subjects for a batch; returns what to wait for where one is not free."""
+        if self._lanes.hold_all(subjects):
+            return {}
+        turns: dict[str, asyncio.Future[None]] = {}
+        for subject in subjects:
+            if not self._lanes.hold(subject):
+                turns[subject] = self._loop.create_future()
+                self._lanes.queue(subject, turns[subject])
+        return turns
 
-    def release(self, subject: str, items: Iterable[Item] = ()) -> None:
-        """Give a claimed subject back; these items go before what came later."""
-        first = list(items)
-        for item in first:
-            self._window.enter(item)
-        if first:
+    def release(self, subjects: Iterable[str], items: Mapping[str, list[Item]]) -> None:
+        """Give claimed subjects back; these items go before what came later."""
+        for subject, first in items.items():
+            for item in first:
+                self._window.enter(item)
             self._lanes.put_first(subject, first)
-        self._advance(subject)
+        for subject in self._lanes.leave_free(subjects):
+            self._advance(subject)
 
     def _advance(self, subject: str) -> None:
         entry = self._lanes.leave(subject, self._window.leave)

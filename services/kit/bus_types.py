@@ -79,6 +79,15 @@ class Message:
         self._raw = raw
         self._headers: dict[str, str] | None = None
 
+    def header(self, mark: bytes) -> str:
+        """The value of one header (its mark: see header_mark), "" without it; the others stay as
+        they came."""
+        raw = self._raw
+        if raw is None or (at := raw.rfind(mark)) < 0:
+            return ""
+        at += len(mark)
+        return raw[at : raw.find(b"\r\n", at)].decode("utf-8", "replace").strip()
+
     @property
     def headers(self) -> dict[str, str]:
         if self._headers is None:
@@ -90,13 +99,15 @@ class Message:
 
 
 class Outgoing(NamedTuple):
-    """One message to be published. `expected`: see Publisher.publish."""
+    """One message to be published. `expected`: see Publisher.publish. `lines`: further headers, as
+    format_headers gives them."""
 
     subject: str
     data: bytes
     headers: dict[str, str]
     msg_id: str
     expected: int | None = None
+    lines: str = ""
 
 
 class Published(msgspec.Struct, frozen=True):
@@ -126,6 +137,11 @@ def parse_headers(raw: bytes | None) -> dict[str, str]:
             if colon:
                 found[name] = value.strip()
     return found
+
+
+def header_mark(name: str) -> bytes:
+    """What Message.header looks for."""
+    return f"\r\n{name}:".encode()
 
 
 def status(raw: bytes | None) -> tuple[int, str]:

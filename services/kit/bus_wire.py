@@ -29,7 +29,7 @@ from services.kit.bus_types import BusError, Unavailable
 # subject, reply, headers, data: as they are on the wire.
 Listener = Callable[[bytes, bytes, bytes | None, bytes], None]
 # One to be sent: subject, reply, headers, data.
-Ready = tuple[str, str, bytes, bytes]
+Ready = tuple[str, str, str, bytes]
 
 _CONNECT_TIMEOUT_S: Final = 5
 # A connection on which nothing comes back is given up after about three of these.
@@ -162,9 +162,9 @@ class Wire(Client):
             raise Unavailable("not connected")
         parts: list[bytes] = []
         for subject, reply, headers, data in messages:
-            size = len(headers)
-            line = f"HPUB {subject} {reply} {size} {size + len(data)}\r\n"
-            parts += (line.encode(), headers, data, b"\r\n")
+            size = len(headers) if headers.isascii() else len(headers.encode())
+            line = f"HPUB {subject} {reply} {size} {size + len(data)}\r\n{headers}"
+            parts += (line.encode(), data, b"\r\n")
         self._write(b"".join(parts))
 
     def _write(self, command: bytes) -> None:

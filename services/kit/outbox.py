@@ -28,7 +28,7 @@ from schema import events, subjects
 from schema.tables import service_tables
 from services.kit import direct
 from services.kit.acknowledged import Acknowledged
-from services.kit.bus import Bus, Outgoing, Published, Publisher, TooLarge
+from services.kit.bus import Bus, Outgoing, Published, Publisher, TooLarge, format_headers
 from services.kit.records import Emitted
 
 log = structlog.get_logger()
@@ -36,12 +36,14 @@ _published = Counter("lbledger_outbox_published_total", "Decisions acknowledged 
 _pending = Gauge("lbledger_outbox_pending", "Decisions committed and not yet acknowledged")
 
 STREAM = "LB"
+_NONE: Final[dict[str, str]] = {}
 CHUNK = 1000  # what the server takes in one atomic batch
 BATCH_FROM = 24  # below this, single publishes answer sooner than one atomic batch
 IDS_AT_ONCE = 2000
 LOOKS_AT_ONCE = 64
 BACKLOG_LIMIT = 20_000
 PUBLISH_DEADLINE_S = 15.0
+_COLUMNS: Final = ("id", "subject", "msg_id", "headers", "body")
 _encode: Final = msgspec.json.Encoder().encode
 
 
@@ -52,7 +54,7 @@ class Row(NamedTuple):
     id: int
     subject: str
     msg_id: str
-    headers: dict[str, str]
+    lines: str  # its headers, as they are sent
     body: bytes
 
 
@@ -122,11 +124,13 @@ class Outbox:
                 headers[subjects.HEADER_EPOCH] = cause.partition(":")[0]
             if trace:
                 headers[subjects.HEADER_TRACE] = trace
+            # All of them came as header values, or are ours: nothing is to be checked.
+            lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
             subject, body = events.subject_of(event), events.encode(event)
             msg_id = msg_id or f"{self._service}:{uuid.uuid4().hex}"
-            rows.append(Row(row_id, subject, msg_id, headers, body))
+            rows.append(Row(row_id, subject, msg_id, lines, body))
             records.append((row_id, subject, msg_id, _encode(headers).decode(), body))
-        await direct.copy(conn, self._tables.outbox, Row._fields, records)
+        await direct.copy(conn, self._tables.outbox, _COLUMNS, records)
         self._ids = self._ids[len(rows) :]
         return rows
 
@@ -221,15 +225,10 @@ class Outbox:
 
     async def _send(self, publisher: Publisher) -> None:
         loads, chunk = self._loads, list(islice(self._waiting, CHUNK))
-        own = f"{self._instance}:"
+        own = f"{subjects.HEADER_OUTBOX}: {self._instance}:"
         messages = [
-            Outgoing(
-                row.subject,
-                row.body,
-                {**row.headers, subjects.HEADER_OUTBOX: f"{own}{row.id}"},
-                row.msg_id,
-            )
-            for row in chunk
+            Outgoing(subject, body, _NONE, msg_id, None, f"{lines}{own}{row_id}\r\n")
+            for row_id, subject, msg_id, lines, body in chunk
         ]
         stored = await self._send_together(publisher, messages)
         if stored is None:
@@ -237,17 +236,17 @@ class Outbox:
         _published.inc(len(chunk))
         if loads != self._loads:
             return  # memory is another one; a look at the stream will tell that these are there
-        self._note(messages, stored)
+        self._note(chunk, stored)
         for row in chunk:
             self._waiting.popleft()
             self._acked.append(row.id)
         _pending.set(len(self._waiting))
 
-    def _note(self, messages: list[Outgoing], stored: list[Published | None]) -> None:
+    def _note(self, rows: list[Row], stored: list[Published | None]) -> None:
         """Remember the newest of them; one that was there before has another's header, perhaps."""
-        for message, found in zip(reversed(messages), reversed(stored), strict=True):
+        for row, found in zip(reversed(rows), reversed(stored), strict=True):
             if found is not None and not found.duplicate:
-                self.acknowledged.note(found.seq, message.headers[subjects.HEADER_OUTBOX])
+                self.acknowledged.note(found.seq, f"{self._instance}:{row.id}")
                 return
 
     async def _send_together(
@@ -269,7 +268,7 @@ class Outbox:
         futures: list[asyncio.Future[Published] | None] = []
         for m in messages:
             try:
-                futures.append(publisher.submit(m.subject, m.data, m.headers, msg_id=m.msg_id))
+                futures.append(publisher.give(m))
             except TooLarge as error:
                 log.error("outbox.too_large", why=str(error))
                 futures.append(None)
@@ -333,7 +332,9 @@ class Outbox:
 
     async def _read(self, conn: AsyncConnection, query: sa.Select[Any]) -> list[Row]:
         result = await conn.execute(query.order_by(self._tables.outbox.c.id).limit(BACKLOG_LIMIT))
-        return [Row(r.id, r.subject, r.msg_id, dict(r.headers), r.body) for r in result]
+        return [
+            Row(r.id, r.subject, r.msg_id, format_headers(dict(r.headers)), r.body) for r in result
+        ]
 
     async def _skip_sent(self, bus: Bus) -> None:
         """Leave out the rows that the replica before us published without deleting them."""

@@ -271,23 +271,37 @@ class Projector:
     async def _loop(self, committer: Committer) -> None:
         while not self._rt.stop.is_set():
             batch = await self._collect()
-            if not batch:
-                continue
-            if not await committer.outbox.room(self._settings.effects_deadline_s):
+            if batch and not await committer.outbox.room(self._settings.effects_deadline_s):
                 self._rt.health.set("outbox", False, "the stream does not acknowledge decisions")
                 self._put_back(batch)
                 continue
             self._rt.health.set("outbox", True)
             try:
-                await committer.process(batch)
+                if batch:
+                    await committer.take(batch)
+                else:
+                    await committer.settled()
                 if self._behind:
                     self._catch_up(committer)
             except Fenced:
                 raise
             except BaseException:
-                # The answer to a commit can be lost after it: settled when rows are read again.
-                self._doubtful = (committer.offsets[FENCE_ROW].version, batch.local)
+                self._remember(committer, batch)
                 raise
+        await committer.settled()
+
+    def _remember(self, committer: Committer, batch: Batch) -> None:
+        """Keep our own inputs when the session fails; the bus will bring its own again.
+
+        The answer to a commit can be lost after it: settled when rows are read again. What comes
+        after a transaction that is under way is not committed.
+        """
+        doubtful = committer.under_way
+        if doubtful is None:
+            doubtful = batch.local
+        else:
+            self._local.extendleft(reversed(batch.local))
+        self._doubtful = (committer.offsets[FENCE_ROW].version, doubtful)
 
     async def _collect(self) -> Batch:
         """What is queued now, waiting (up to a beat) only for the first."""
@@ -313,6 +327,8 @@ class Projector:
             start_seq=start,
             filters=source.filters,
             name=self._projection.name,
+            # What this position was compared with; it may be another one by the first read.
+            created=committer.offsets[source.stream].created,
         )
         lag = _lag.labels(source.stream)
         try:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Awaitable, Callable, Iterable
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from schema.events import AnyEvent, Event
 from schema.subjects import ObjectRef
+
+# Writes into the caller's transaction what was taken out of a projection's memory.
+Saver: TypeAlias = Callable[[AsyncConnection], Awaitable[None]]
 
 
 class Source(NamedTuple):
@@ -119,3 +122,11 @@ class Settling(Protocol):
     """A projection that decides once for a whole batch: called after its last record and item."""
 
     def settle(self, work: Work) -> None: ...
+
+
+@runtime_checkable
+class Detaching(Protocol):
+    """A projection that can take what is to be stored out of its memory at once: it goes on with
+    the next batch while that is being written."""
+
+    def take_changes(self) -> Saver: ...

@@ -74,11 +74,8 @@ class Sender:
             self._tell(answer, published)
 
     def _one(self, message: Outgoing, answer: Answer) -> None:
-        subject, data, headers, msg_id, expected = message
         try:
-            future = self.publisher.submit(
-                subject, data, headers, msg_id=msg_id, expected=expected
-            )  # fmt: skip
+            future = self.publisher.give(message)
         except BusError as error:
             self._tell(answer, error)
             return

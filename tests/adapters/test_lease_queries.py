@@ -32,7 +32,7 @@ async def world(conn: AsyncConnection) -> World:
         world.lb(name)
     world.gone("loadbalancers", "a")
     world.lb("d")
-    await store.save(conn, world.state)
+    await store.take_changes(world.state)(conn)
     return world
 
 
@@ -83,7 +83,7 @@ async def test_the_use_of_a_pool(conn: AsyncConnection, world: World) -> None:
     assert usage.waiting == ["loadbalancers/default/d"]
     world.gone("loadbalancers", "d")
     world.gone("loadbalancers", "b")
-    await store.save(conn, world.state)
+    await store.take_changes(world.state)(conn)
     usage = await queries.pool_usage(conn, "p1")
     assert usage is not None
     assert usage.remembered == {"192.0.2.3": "default/b"}

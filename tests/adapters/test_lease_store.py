@@ -46,7 +46,7 @@ async def insert(
 async def save(engine: AsyncEngine, state: State) -> None:
     async with engine.begin() as conn:
         await conn.execute(sa.text("select 1"))  # as the projector's move of the offset does
-        await store.save(conn, state)
+        await store.take_changes(state)(conn)
 
 
 async def reload(engine: AsyncEngine, world: World) -> State:
