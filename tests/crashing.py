@@ -41,7 +41,7 @@ POINTS: Final = {
     # the transaction
     "transaction": Point("before", "write", 3),
     "offsets": Point("after", "update allocator.stream_offset", 3),
-    "clock": Point("after", "update allocator.clock", 3),
+    "clock": Point("after", "insert into allocator.clock", 3),
     "marks": Point("after", "insert into allocator.sync_mark"),
     "owners-deleted": Point("after", "^delete from allocator.owner"),
     "owners-updated": Point("after", "^update allocator.owner"),
@@ -107,7 +107,7 @@ class _Trap:
             self._after(direct, name, lambda args: f"copy {args[1].fullname}")
         self._after(direct, "fetch", lambda args: args[1])
         self._after(main.AllocatorProjection, "load", lambda _: "load")
-        self._before(Committer, "write", "write")
+        self._before(Committer, "_transact", "write")
         self._around_publishing()
         self._around_deletion()
 
@@ -125,11 +125,11 @@ class _Trap:
         PGDialect_asyncpg.do_commit = do_commit  # type: ignore[method-assign]
 
     def _around_publishing(self) -> None:
-        submit, batch = Publisher.submit, Publisher.publish_batch
+        give, batch = Publisher.give, Publisher.publish_batch
 
-        def submitting(*args: Any, **options: Any) -> Any:
+        def giving(*args: Any) -> Any:
             self.passing("before", "publish")
-            future = submit(*args, **options)
+            future = give(*args)
             self.passing("after", "publish")
             future.add_done_callback(lambda _: self.passing("after", "acked"))
             return future
@@ -140,7 +140,7 @@ class _Trap:
             self.passing("after", "batch")
             return found
 
-        Publisher.submit = submitting  # type: ignore[method-assign]
+        Publisher.give = giving  # type: ignore[method-assign]
         Publisher.publish_batch = batching  # type: ignore[method-assign]
 
     def _around_deletion(self) -> None:

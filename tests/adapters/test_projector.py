@@ -16,7 +16,7 @@ from services.kit import config
 from services.kit.bus import Bus
 from services.kit.projector import Projector
 from services.kit.runtime import Runtime
-from tests.fakes.tally import TABLE, Tally
+from tests.fakes.tally import TABLE, tally
 from tests.feeding import T0, Feeder
 from tests.waiting import eventually
 
@@ -43,7 +43,7 @@ class Replica:
             "LBLEDGER_PROJECTOR_TAKEOVER_POLL_S": "0.05",
         }
         self.rt = Runtime.create("prober", config.load(env))
-        self.tally = Tally()
+        self.tally = tally()
         self.projector = Projector(self.rt, self.tally)
         self.task = None
 
@@ -55,6 +55,13 @@ class Replica:
         self.rt.stop.set()
         await asyncio.wait_for(self.task, 10)
         await self.rt.close()
+
+
+@pytest.fixture(autouse=True, params=["in-turn", "ahead"])
+def pace(request, monkeypatch):
+    """Whether the projection goes on while a batch is being written."""
+    monkeypatch.setenv("TALLY", request.param)
+    return request.param
 
 
 @pytest.fixture
