@@ -54,7 +54,7 @@ POINTS: Final = {
     "pools": Point("after", "^insert into allocator.pool"),
     "pools-used": Point("after", "^update allocator.pool"),
     "projects": Point("after", "^insert into allocator.project"),
-    "outbox-copied": Point("after", "^copy allocator.outbox"),
+    "outbox-written": Point("after", "^insert into allocator.outbox"),
     "before-commit": Point("before", "commit", 3),
     "after-commit": Point("after", "commit", 3),
     # the relay
@@ -103,8 +103,7 @@ class _Trap:
             engine, "after_cursor_execute", lambda *args: self.passing("after", args[2])
         )
         self._around_commit()
-        for name in ("copy", "copy_text"):
-            self._after(direct, name, lambda args: f"copy {args[1].fullname}")
+        self._after(direct, "copy_text", lambda args: f"copy {args[1].fullname}")
         self._after(direct, "fetch", lambda args: args[1])
         self._after(main.AllocatorProjection, "load", lambda _: "load")
         self._before(Committer, "_transact", "write")

@@ -63,10 +63,19 @@ def _define(service: str) -> None:
         "outbox",
         metadata,
         sa.Column("id", sa.BigInteger, sa.Identity(always=True), primary_key=True),
-        sa.Column("subject", sa.Text, nullable=False),
-        sa.Column("msg_id", sa.Text, nullable=False),
-        sa.Column("headers", pg.JSONB, nullable=False),
-        sa.Column("body", sa.LargeBinary, nullable=False),
+        sa.Column(
+            "count",
+            sa.Integer,
+            nullable=False,
+            server_default="1",
+            comment="Of messages; they have the ids from this one on.",
+        ),
+        sa.Column(
+            "messages",
+            sa.Text,
+            nullable=False,
+            comment="JSON: [[subject, message id, header lines, body], ...]",
+        ),
         schema=service,
         comment="Decisions committed and not yet acknowledged by the stream.",
     )

@@ -108,21 +108,26 @@ _UPDATE_OWNERS = sa.text(
         request = n.request, refusal = n.refusal, claims = n.claims,
         gone_at = n.gone_at, gone_how = n.gone_how, condemned = n.condemned
     from unnest(
-        cast(:plural as text[]), cast(:uid as text[]), cast(:epoch as text[]),
+        cast(:plural as text[]), cast(:namespace as text[]), cast(:name as text[]),
+        cast(:epoch as text[]),
         cast(:generation as bigint[]), cast(:phase as text[]), cast(:ticket as bigint[]),
         cast(:request as text[]), cast(:refusal as text[]), cast(:claims as text[]),
         cast(:gone_at as timestamptz[]), cast(:gone_how as text[]),
         cast(:condemned as text[])
-    ) as n (plural, uid, epoch, generation, phase, ticket, request, refusal, claims,
+    ) as n (plural, namespace, name, epoch, generation, phase, ticket, request, refusal, claims,
             gone_at, gone_how, condemned)
-    where o.plural = n.plural and o.uid = n.uid
+    where o.plural = n.plural and o.namespace = n.namespace and o.name = n.name
     """
 )
 _DELETE_OWNERS = sa.text(
     """
     delete from allocator.owner o
-    using unnest(cast(:plural as text[]), cast(:uid as text[])) as n (plural, uid)
-    where o.plural = n.plural and o.uid = n.uid
+    using unnest(
+        cast(:plural as text[]), cast(:namespace as text[]), cast(:name as text[]),
+        cast(:uid as text[])
+    ) as n (plural, namespace, name, uid)
+    where o.plural = n.plural and o.namespace = n.namespace and o.name = n.name
+        and o.uid = n.uid
     """
 )
 
@@ -141,16 +146,13 @@ def _take_owners(steps: Steps, state: State) -> None:
             new.append(rows.owner_line(owner))
             owner.stored = True
     if dead:
-        steps.execute(
-            _DELETE_OWNERS, {"plural": [o.plural for o in dead], "uid": [o.uid for o in dead]}
-        )
+        steps.execute(_DELETE_OWNERS, {**_names(dead), "uid": [owner.uid for owner in dead]})
     if known:
-        known.sort(key=lambda owner: (owner.plural, owner.uid))
+        known.sort(key=lambda owner: (owner.plural, owner.key))
         steps.execute(
             _UPDATE_OWNERS,
             {
-                "plural": [o.plural for o in known],
-                "uid": [o.uid for o in known],
+                **_names(known),
                 "epoch": [o.epoch for o in known],
                 "generation": [o.generation for o in known],
                 "phase": [o.phase for o in known],
@@ -165,6 +167,15 @@ def _take_owners(steps: Steps, state: State) -> None:
         )
     if new:
         steps.copy(tables.owner, rows.OWNER_COLUMNS, new)
+
+
+def _names(owners: list[Owner]) -> dict[str, list[str]]:
+    parts = [owner.key.partition("/") for owner in owners]
+    return {
+        "plural": [owner.plural for owner in owners],
+        "namespace": [part[0] for part in parts],
+        "name": [part[2] for part in parts],
+    }
 
 
 _CLOSE = sa.text(

@@ -104,7 +104,7 @@ async def _service(conn: AsyncConnection, service: str, last: dict[str, int]) ->
     positions = {row.stream: row.seq for row in rows}
     if not positions:
         return [Check(service, False, "never started against this database")]
-    pending = await conn.scalar(sa.select(sa.func.count()).select_from(tables.outbox)) or 0
+    pending = await conn.scalar(sa.select(sa.func.sum(tables.outbox.c["count"]))) or 0
     dead = await conn.scalar(sa.select(sa.func.count()).select_from(tables.dead_letter)) or 0
     lags = {s: last[s] - seq for s, seq in positions.items() if s in last}
     behind = {stream: lag for stream, lag in lags.items() if lag > LAG_LIMIT}

@@ -168,5 +168,5 @@ class Batches:
                     expected = known(subject)
                 if expected is not None:
                     extra += f"{EXPECTED_LAST}: {expected}\r\n"
-            ready.append((subject, reply, head(line, extra), message.data))
+            ready.append((subject, reply, head(line, extra, first=number == 1), message.data))
         self._link.send_all(ready)

@@ -80,9 +80,9 @@ class Publisher:
         self._said_at = 0.0
         self._closed = False
         self._inbox = link.inbox() + "."
-        self._tail = f"{EXPECTED_STREAM}: {stream}\r\n\r\n"
+        self._tail = f"{EXPECTED_STREAM}: {stream}\r\n"
         # To what a caller gives: version, sequence (20 digits at most), batch, stream.
-        self._added = 180 + len(self._tail)
+        self._added = 182 + len(self._tail)
         self._listener = link.listen(self._inbox + "*", self._on_ack)
         self._watcher = link.watch(self._on_state)
         self.batches = Batches(self, link, stream)
@@ -196,8 +196,9 @@ class Publisher:
             raise Unavailable(f"the publisher of {self._stream} is closed")
         return Item(message, lines, self._loop.create_future())
 
-    def head(self, lines: str, extra: str = "") -> str:
-        return f"NATS/1.0\r\n{lines}{extra}{self._tail}"
+    def head(self, lines: str, extra: str = "", *, first: bool = True) -> str:
+        """Of a message. The first of a batch names the stream; the server refuses all or none."""
+        return f"NATS/1.0\r\n{lines}{extra}{self._tail if first else ''}\r\n"
 
     def enqueue(self, items: Iterable[Item]) -> None:
         window = self._window

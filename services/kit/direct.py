@@ -23,20 +23,10 @@ async def fetch(conn: AsyncConnection, query: str, *parameters: object) -> list[
         return rows
 
 
-async def copy(
-    conn: AsyncConnection, table: sa.Table, columns: Sequence[str], records: Iterable[Any]
-) -> None:
-    """Insert rows by COPY: half the work of an INSERT on both sides, also for one row."""
-    with errors(f"copy {table.fullname}"):
-        await (await _driver(conn)).copy_records_to_table(
-            table.name, schema_name=table.schema, columns=columns, records=records
-        )
-
-
 async def copy_text(
     conn: AsyncConnection, table: sa.Table, columns: Sequence[str], lines: Iterable[str]
 ) -> None:
-    """The same from lines in COPY's text format, for types that the driver has no binary form of.
+    """Insert rows by COPY, half the work of an INSERT on both sides, from lines in its text format.
 
     They go as one piece: of a file the driver reads each part in a thread of its own.
     """

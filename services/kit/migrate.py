@@ -17,7 +17,7 @@ def upgrade(url: str) -> str:
     return asyncio.run(upgrade_async(url))
 
 
-async def upgrade_async(url: str) -> str:
+async def upgrade_async(url: str, to: str = "head") -> str:
     from alembic import command
     from alembic.config import Config
 
@@ -30,7 +30,7 @@ async def upgrade_async(url: str) -> str:
 
             def run(sync: sa.Connection) -> None:
                 config.attributes["connection"] = sync
-                command.upgrade(config, "head")
+                command.upgrade(config, to)
 
             await conn.run_sync(run)
             return await db.revision(conn) or ""

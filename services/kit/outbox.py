@@ -1,12 +1,13 @@
 """The outbox: decisions go into a table with the effects that they speak of, and from there out.
 
-The relay publishes in commit order and deletes a row after its ack. What a replica finds at its
-start may already have been sent by the one before it: the last message of the subject says so in
-its `Lb-Outbox` header (database instance and row id), however long ago that was. So ids must never
-be given twice, also not by a database that was restored from a backup: they follow the clock. What
-is left over beyond the bound stays in the table until its turn, and so does what comes after it.
-Rows that someone else committed are found by a slow poll, so an id that becomes visible late is not
-passed over. Nothing is sent while the replica may have lost its place to another.
+A transaction's decisions are one row. The relay publishes in commit order and deletes a row once
+all of it is acknowledged. What a replica finds at its start may already have been sent by the one
+before it: the last message of the subject says so in its `Lb-Outbox` header (database instance and
+message id), however long ago that was. So ids must never be given twice, also not by a database
+that was restored from a backup: they follow the clock. What is left over beyond the bound stays in
+the table until its turn, and so does what comes after it. Rows that someone else committed are
+found by a slow poll, so an id that becomes visible late is not passed over. Nothing is sent while
+the replica may have lost its place to another.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 import sqlalchemy as sa
@@ -28,7 +29,7 @@ from schema import events, subjects
 from schema.tables import service_tables
 from services.kit import direct
 from services.kit.acknowledged import Acknowledged
-from services.kit.bus import Bus, Outgoing, Published, Publisher, TooLarge, format_headers
+from services.kit.bus import Bus, Outgoing, Published, Publisher, TooLarge
 from services.kit.records import Emitted
 
 log = structlog.get_logger()
@@ -43,19 +44,32 @@ IDS_AT_ONCE = 2000
 LOOKS_AT_ONCE = 64
 BACKLOG_LIMIT = 20_000
 PUBLISH_DEADLINE_S = 15.0
-_COLUMNS: Final = ("id", "subject", "msg_id", "headers", "body")
 _encode: Final = msgspec.json.Encoder().encode
+_decode: Final = msgspec.json.Decoder(list[tuple[str, str, str, msgspec.Raw]]).decode
 
 
 Span = tuple[int, int]  # ids from the first to the last
 
 
-class Row(NamedTuple):
+class Row:
+    """What one transaction left (or a part of it): messages with the ids from `first` to `last`."""
+
+    __slots__ = ("first", "last", "left")
+
+    def __init__(self, first: int, count: int) -> None:
+        self.first, self.last = first, first + count - 1
+        self.left = count  # messages that are not acknowledged
+
+
+class Waiting(NamedTuple):
+    """One message on its way out."""
+
     id: int
     subject: str
     msg_id: str
     lines: str  # its headers, as they are sent
     body: bytes
+    row: Row
 
 
 class Outbox:
@@ -64,12 +78,17 @@ class Outbox:
     def __init__(self, service: str, engine: AsyncEngine) -> None:
         self._service = service
         self._tables = service_tables(service)
+        self._insert = (
+            f"insert into {self._tables.outbox.fullname} (id, count, messages)"  # noqa: S608
+            " overriding system value values ($1, $2, $3)"
+        )
         self._engine = engine
         self.acknowledged = Acknowledged(service)
         self._instance = ""
-        self._waiting: deque[Row] = deque()
-        self._held: set[int] = set()  # ids in memory: waiting, in flight, or acked and not deleted
-        self._acked: list[int] = []
+        self._waiting: deque[Waiting] = deque()
+        # First ids of the rows in memory: waiting, in flight, or acknowledged and not deleted.
+        self._held: set[int] = set()
+        self._acked: list[Span] = []
         self._ids = range(0)
         self._behind = False  # the table holds more than was taken into memory, from _last on
         self._passed = False  # something was committed meanwhile, and left in the table
@@ -107,32 +126,38 @@ class Outbox:
             {"box": self._tables.outbox.fullname},
         )
 
-    async def insert(self, conn: AsyncConnection, emitted: Sequence[Emitted]) -> list[Row]:
+    async def insert(self, conn: AsyncConnection, emitted: Sequence[Emitted]) -> list[Waiting]:
         """Store decisions in the caller's transaction; push() the result after its commit.
 
         The caller holds the fence by then, so ids are in the order of the commits.
         """
-        if not emitted:
-            return []
-        await self._reserve(conn, len(emitted))
-        rows: list[Row] = []
-        records = []
-        for row_id, (event, cause, msg_id, trace) in zip(self._ids, emitted, strict=False):
-            headers = {subjects.HEADER_TYPE: events.tag_of(event)}
-            if cause:
-                headers[subjects.HEADER_CAUSE] = cause
-                headers[subjects.HEADER_EPOCH] = cause.partition(":")[0]
-            if trace:
-                headers[subjects.HEADER_TRACE] = trace
-            # All of them came as header values, or are ours: nothing is to be checked.
-            lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
-            subject, body = events.subject_of(event), events.encode(event)
-            msg_id = msg_id or f"{self._service}:{uuid.uuid4().hex}"
-            rows.append(Row(row_id, subject, msg_id, lines, body))
-            records.append((row_id, subject, msg_id, _encode(headers).decode(), body))
-        await direct.copy(conn, self._tables.outbox, _COLUMNS, records)
-        self._ids = self._ids[len(rows) :]
-        return rows
+        waiting: list[Waiting] = []
+        for start in range(0, len(emitted), CHUNK):
+            chunk = emitted[start : start + CHUNK]
+            await self._reserve(conn, len(chunk))
+            row = Row(self._ids[0], len(chunk))
+            messages = [
+                self._waiting_of(*one, row_id, row)
+                for row_id, one in zip(self._ids, chunk, strict=False)
+            ]
+            text = _encode([(m.subject, m.msg_id, m.lines, msgspec.Raw(m.body)) for m in messages])
+            await direct.fetch(conn, self._insert, row.first, len(chunk), text.decode())
+            self._ids = self._ids[len(chunk) :]
+            waiting += messages
+        return waiting
+
+    def _waiting_of(
+        self, event: events.Event, cause: str, msg_id: str, trace: str, row_id: int, row: Row
+    ) -> Waiting:
+        # All of these came as header values, or are ours: nothing is to be checked.
+        lines = f"{subjects.HEADER_TYPE}: {events.tag_of(event)}\r\n"
+        if cause:
+            epoch = cause.partition(":")[0]
+            lines += f"{subjects.HEADER_CAUSE}: {cause}\r\n{subjects.HEADER_EPOCH}: {epoch}\r\n"
+        if trace:
+            lines += f"{subjects.HEADER_TRACE}: {trace}\r\n"
+        msg_id = msg_id or f"{self._service}:{uuid.uuid4().hex}"
+        return Waiting(row_id, events.subject_of(event), msg_id, lines, events.encode(event), row)
 
     async def _reserve(self, conn: AsyncConnection, count: int) -> None:
         """Have enough ids of our own; nobody else gets those between the first and the last."""
@@ -148,22 +173,22 @@ class Outbox:
             if len(block) == max(count, IDS_AT_ONCE):
                 self._ids = block
 
-    def push(self, rows: list[Row]) -> None:
-        if self._behind and rows:
+    def push(self, messages: list[Waiting]) -> None:
+        if self._behind and messages:
             self._passed = True  # its turn comes after that of the rows before it
             self._idle.clear()
             return
-        self._waiting.extend(rows)
-        self._held.update([row.id for row in rows])
-        if rows:
+        self._waiting.extend(messages)
+        self._held.update([message.row.first for message in messages])
+        if messages:
             self._idle.clear()
             self._wake.set()
         _pending.set(len(self._waiting))
 
     def take_acked(self) -> list[Span]:
         """What may be deleted now; afterwards forget() it, or keep() it when that failed."""
-        ids, self._acked = self._acked, []
-        return spans(ids)
+        done, self._acked = self._acked, []
+        return joined(done)
 
     async def delete(self, conn: AsyncConnection, done: Sequence[Span]) -> None:
         """Delete rows in the caller's transaction."""
@@ -177,8 +202,7 @@ class Outbox:
 
     def keep(self, done: Sequence[Span]) -> None:
         """The transaction that was to delete these failed."""
-        for first, last in done:
-            self._acked.extend(range(first, last + 1))
+        self._acked.extend(done)
 
     async def room(self, timeout: float) -> bool:
         """Wait until the backlog is below its bound."""
@@ -228,7 +252,7 @@ class Outbox:
         own = f"{subjects.HEADER_OUTBOX}: {self._instance}:"
         messages = [
             Outgoing(subject, body, _NONE, msg_id, None, f"{lines}{own}{row_id}\r\n")
-            for row_id, subject, msg_id, lines, body in chunk
+            for row_id, subject, msg_id, lines, body, _ in chunk
         ]
         stored = await self._send_together(publisher, messages)
         if stored is None:
@@ -237,16 +261,22 @@ class Outbox:
         if loads != self._loads:
             return  # memory is another one; a look at the stream will tell that these are there
         self._note(chunk, stored)
-        for row in chunk:
+        for message in chunk:
             self._waiting.popleft()
-            self._acked.append(row.id)
+            self._done(message.row)
         _pending.set(len(self._waiting))
 
-    def _note(self, rows: list[Row], stored: list[Published | None]) -> None:
+    def _done(self, row: Row) -> None:
+        """One message of it is acknowledged."""
+        row.left -= 1
+        if not row.left:
+            self._acked.append((row.first, row.last))
+
+    def _note(self, sent: list[Waiting], stored: list[Published | None]) -> None:
         """Remember the newest of them; one that was there before has another's header, perhaps."""
-        for row, found in zip(reversed(rows), reversed(stored), strict=True):
+        for message, found in zip(reversed(sent), reversed(stored), strict=True):
             if found is not None and not found.duplicate:
-                self.acknowledged.note(found.seq, f"{self._instance}:{row.id}")
+                self.acknowledged.note(found.seq, f"{self._instance}:{message.id}")
                 return
 
     async def _send_together(
@@ -314,31 +344,39 @@ class Outbox:
         """The next rows in the order of their ids, up to the bound."""
         self._passed = False
         box = self._tables.outbox
-        rows = await self._read(conn, sa.select(box).where(box.c.id > self._last))
-        more = len(rows) == BACKLOG_LIMIT or self._passed
+        found = await self._read(conn, box.c.id > self._last)
+        more = len(found) >= BACKLOG_LIMIT or self._passed
         self._behind = False
-        self.push([row for row in rows if row.id not in self._held])
+        self.push([message for message in found if message.row.first not in self._held])
         self._behind, self._unchecked = more, True
-        self._last = rows[-1].id if rows else self._last
+        self._last = found[-1].row.first if found else self._last
 
     async def _take_late(self, conn: AsyncConnection) -> None:
         """Rows that became visible after later ones were taken."""
-        box = self._tables.outbox
-        query = sa.select(box)
-        if self._held:
-            query = query.where(box.c.id.not_in(self._held))
-        rows = await self._read(conn, query)
-        self.push([row for row in rows if row.id not in self._held])
+        others = self._tables.outbox.c.id.not_in(self._held) if self._held else sa.true()
+        found = await self._read(conn, others)
+        self.push([message for message in found if message.row.first not in self._held])
 
-    async def _read(self, conn: AsyncConnection, query: sa.Select[Any]) -> list[Row]:
-        result = await conn.execute(query.order_by(self._tables.outbox.c.id).limit(BACKLOG_LIMIT))
-        return [
-            Row(r.id, r.subject, r.msg_id, format_headers(dict(r.headers)), r.body) for r in result
-        ]
+    async def _read(self, conn: AsyncConnection, which: sa.ColumnElement[bool]) -> list[Waiting]:
+        """Rows until they hold as many messages as memory takes."""
+        box = self._tables.outbox.c
+        upto = sa.func.sum(box["count"]).over(order_by=box.id).label("upto")
+        query = sa.select(box.id, box["count"], box.messages, upto).where(which)
+        rows = query.order_by(box.id).limit(BACKLOG_LIMIT).subquery().c
+        few = sa.select(rows.id, rows.messages).where(rows.upto - rows["count"] < BACKLOG_LIMIT)
+        found: list[Waiting] = []
+        for stored in await conn.execute(few.order_by(rows.id)):
+            messages = _decode(stored.messages)
+            row = Row(stored.id, len(messages))
+            found += [
+                Waiting(number, subject, msg_id, lines, bytes(body), row)
+                for number, (subject, msg_id, lines, body) in enumerate(messages, row.first)
+            ]
+        return found
 
     async def _skip_sent(self, bus: Bus) -> None:
         """Leave out the rows that the replica before us published without deleting them."""
-        names = list(dict.fromkeys(row.subject for row in self._waiting))
+        names = list(dict.fromkeys(message.subject for message in self._waiting))
         last: dict[str, int] = {}
         for start in range(0, len(names), LOOKS_AT_ONCE):
             some = names[start : start + LOOKS_AT_ONCE]
@@ -347,23 +385,22 @@ class Outbox:
                 header = message.headers.get(subjects.HEADER_OUTBOX, "") if message else ""
                 instance, _, row_id = header.partition(":")
                 last[subject] = int(row_id) if instance == self._instance else -1
-        sent = {row.id for row in self._waiting if row.id <= last.get(row.subject, -1)}
         # Taken out of what is there now: more may have been pushed meanwhile.
-        self._waiting = deque(row for row in self._waiting if row.id not in sent)
-        self._acked.extend(sorted(sent))
+        left: deque[Waiting] = deque()
+        for waiting in self._waiting:
+            if waiting.id <= last.get(waiting.subject, -1):
+                self._done(waiting.row)
+            else:
+                left.append(waiting)
+        self._waiting = left
 
 
-def spans(ids: list[int]) -> list[Span]:
-    """Ids as runs without a hole; they are given and come back in order, so mostly there is one."""
-    if not ids:
-        return []
-    ids = sorted(ids)
-    if ids[-1] - ids[0] == len(ids) - 1:
-        return [(ids[0], ids[-1])]
+def joined(spans: Sequence[Span]) -> list[Span]:
+    """Runs of ids without a hole; they come in order, so mostly there is one."""
     found: list[Span] = []
-    for row_id in ids:
-        if found and found[-1][1] == row_id - 1:
-            found[-1] = (found[-1][0], row_id)
+    for first, last in sorted(spans):
+        if found and found[-1][1] == first - 1:
+            found[-1] = (found[-1][0], last)
         else:
-            found.append((row_id, row_id))
+            found.append((first, last))
     return found

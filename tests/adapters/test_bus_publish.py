@@ -8,7 +8,7 @@ import pytest
 
 from sandbox.servers import NatsServer
 from schema.subjects import StreamSpec
-from services.kit.bus import Bus, BusError, Published, TooLarge, Unavailable, WrongLast
+from services.kit.bus import Bus, BusError, Outgoing, Published, TooLarge, Unavailable, WrongLast
 from services.kit.bus_types import MSG_ID
 from tests.adapters.proxy import Proxy
 from tests.adapters.streams import SPEC, STREAM, connected, numbers, publishing, read_all
@@ -306,6 +306,20 @@ async def test_foreign_stream_on_the_subject_is_an_error(nats_url: str) -> None:
         await bus.ensure_stream(other)
         with pytest.raises(BusError, match="expected stream does not match"):
             await publisher.publish("o.a", b"1", {}, msg_id="1")
+
+
+@pytest.mark.parametrize("subjects", [("o.a", "o.b"), ("t.a", "o.b"), ("o.a", "t.b")], ids=" ".join)
+async def test_no_member_of_a_batch_lands_in_a_foreign_stream(nats_url: str, subjects) -> None:
+    """Whichever of them has such a subject: it is refused, and stored nowhere."""
+    other = StreamSpec(name="TEST_OTHER", subjects=("o.>",), max_age_s=60.0, max_bytes=1 << 20)
+    async with connected(nats_url) as bus, publishing(bus) as publisher:
+        await bus.ensure_stream(SPEC)
+        await bus.ensure_stream(other)
+        with pytest.raises(BusError, match="expected stream does not match"):
+            await publisher.publish_batch(
+                [Outgoing(subject, b"1", {}, f"id-{subject}") for subject in subjects]
+            )
+        assert (await bus.stream_state("TEST_OTHER")).messages == 0
 
 
 async def test_smaller_limit_after_a_restart_is_found_out() -> None:

@@ -1,6 +1,7 @@
 """Migrations and table definitions say the same, and a migration is safe to repeat."""
 
 import asyncio
+import json
 
 import asyncpg
 import sqlalchemy as sa
@@ -94,3 +95,28 @@ async def test_instance_identity_exists_once_per_service(database_url):
         await engine.dispose()
 
     assert [1] * len(SERVICES) == counts
+
+
+async def test_decisions_that_wait_survive_the_migration_of_their_table(empty_database_url):
+    """0002 puts what 0001 left in the outbox into the new form, and loses nothing of it."""
+    await migrate.upgrade_async(empty_database_url, "0001")
+    conn = await asyncpg.connect(empty_database_url)
+    try:
+        await conn.execute(
+            "insert into prober.outbox (subject, msg_id, headers, body) values"
+            ' (\'lb.a\', \'m1\', \'{"Lb-Type": "X.v1", "Lb-Cause": "e:1"}\', $1),'
+            " ('lb.b', 'm2', '{}', $2)",
+            '{"a": "ä\\n"}'.encode(),
+            b'{"b":[1, 2]}',
+        )
+        await migrate.upgrade_async(empty_database_url)
+        rows = await conn.fetch("select id, count, messages from prober.outbox order by id")
+    finally:
+        await conn.close()
+
+    assert [(1, 1), (2, 1)] == [(row["id"], row["count"]) for row in rows]
+    [[first], [second]] = [json.loads(row["messages"]) for row in rows]
+    assert first[:2] == ["lb.a", "m1"]
+    assert sorted(first[2].split("\r\n")) == ["", "Lb-Cause: e:1", "Lb-Type: X.v1"]
+    assert first[3] == {"a": "ä\n"}
+    assert second == ["lb.b", "m2", "", {"b": [1, 2]}]

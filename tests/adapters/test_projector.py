@@ -248,8 +248,8 @@ async def test_report_50_late_and_missing_outbox_ids_do_not_stop_the_relay(
     """A row that becomes visible after a later one is published, once; a hole is passed."""
     other = await asyncpg.connect(database_url)
     insert = (
-        "insert into prober.outbox (subject, msg_id, headers, body)"
-        " values ($1, $2, '{}', 'x') returning id"
+        "insert into prober.outbox (messages)"
+        " values (json_build_array(json_build_array($1::text, $2::text, '', 'x'))) returning id"
     )
     try:
         async with feeder_of(nats_url), Replica(nats_url, database_url) as replica:
@@ -277,8 +277,8 @@ async def test_report_50_late_and_missing_outbox_ids_do_not_stop_the_relay(
 
 
 LEAVE = """
-insert into prober.outbox (subject, msg_id, headers, body)
-select 'lb.lease.services.left.n' || n, 'left:' || n, '{}', convert_to('{}', 'UTF8')
+insert into prober.outbox (messages)
+select json_build_array(json_build_array('lb.lease.services.left.n' || n, 'left:' || n, '', ''))
 from generate_series(1, 4000) n
 """
 
@@ -310,8 +310,8 @@ async def test_decision_over_the_limit_of_the_bus_stops_nothing(
 ):
     """A decision that the bus does not carry is given up with an error; all others go out."""
     insert = (
-        "insert into prober.outbox (subject, msg_id, headers, body)"
-        " values ('lb.lease.services.x.big', 'big', '{}', convert_to(repeat('x', 2000000), 'UTF8'))"
+        "insert into prober.outbox (messages) values (json_build_array("
+        "json_build_array('lb.lease.services.x.big', 'big', '', repeat('x', 2000000))))"
     )
     await table.execute(insert)
     async with feeder_of(nats_url) as feeder:

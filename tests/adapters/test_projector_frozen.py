@@ -62,10 +62,9 @@ async def test_report_42_a_frozen_replica_is_replaced_and_wakes_up_harmless(
             await emptied(table)
             proxy.hold()
             await table.execute(
-                "insert into prober.outbox (subject, msg_id, headers, body) select"
-                " 'lb.lease.services.x.n' || n % 3, 'left:' || n, '{}',"
-                " schema_body from (select convert_to($1, 'UTF8') schema_body) b,"
-                " generate_series(1, 6) n",
+                "insert into prober.outbox (messages) select json_build_array(json_build_array("
+                "'lb.lease.services.x.n' || n % 3, 'left:' || n, '', $1::json))"
+                " from generate_series(1, 6) n",
                 events.encode(
                     events.LeaseRefused(at=T0, owner=OWNER, reason="Count", message="0")
                 ).decode(),

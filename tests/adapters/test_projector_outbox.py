@@ -14,10 +14,11 @@ __all__ = ["table"]
 
 # More than a relay takes into memory at once; the last of them is about the owner n1.
 LEAVE = """
-insert into prober.outbox (subject, msg_id, headers, body)
-select 'lb.lease.services.' || case n when 21000 then 'x.n1' else 'left.n' || n end, 'left:' || n,
-  '{}', convert_to('{}', 'UTF8')
-from generate_series(1, 21000) n
+insert into prober.outbox (id, count, messages) overriding system value
+select min(n), 7, json_agg(json_build_array(
+  'lb.lease.services.' || case n when 21000 then 'x.n1' else 'left.n' || n end,
+  'left:' || n, '', '') order by n)
+from generate_series(1, 21000) n group by (n - 1) / 7 order by (n - 1) / 7
 """
 
 
@@ -53,8 +54,8 @@ async def test_a_restored_database_loses_no_decision_and_repeats_none(
             await emptied(table)
         before = await table.fetchval("select last_value from prober.outbox_id_seq")
         await table.execute(
-            "insert into prober.outbox (subject, msg_id, headers, body)"
-            " values ('lb.lease.services.x.n1', 'old', '{}', '{}')"
+            "insert into prober.outbox (messages)"
+            ' values (\'[["lb.lease.services.x.n1", "old", "", {}]]\')'
         )
         left = await table.fetchrow("select * from prober.outbox")
         async with Replica(nats_url, database_url):
@@ -65,16 +66,16 @@ async def test_a_restored_database_loses_no_decision_and_repeats_none(
         # The restored state: the row is back, and so is the sequence.
         await table.execute("select setval('prober.outbox_id_seq', $1)", before)
         await table.execute(
-            "insert into prober.outbox (id, subject, msg_id, headers, body)"
-            " overriding system value values ($1, $2, $3, $4, $5)",
+            "insert into prober.outbox (id, count, messages)"
+            " overriding system value values ($1, $2, $3)",
             *left.values(),
         )
         async with Replica(nats_url, database_url) as replica:
             await replica.projector.until_active()
             # As left by a replica that decided it after the restore, and was killed.
             await table.execute(
-                "insert into prober.outbox (subject, msg_id, headers, body)"
-                " values ('lb.lease.services.x.n1', 'new', '{}', '{}')"
+                "insert into prober.outbox (messages)"
+                ' values (\'[["lb.lease.services.x.n1", "new", "", {}]]\')'
             )
             await emptied(table)
         found = [m.headers["Nats-Msg-Id"] for m in await decisions(nats_url)]
