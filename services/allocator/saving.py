@@ -109,14 +109,15 @@ _UPDATE_OWNERS = sa.text(
         gone_at = n.gone_at, gone_how = n.gone_how, condemned = n.condemned
     from unnest(
         cast(:plural as text[]), cast(:namespace as text[]), cast(:name as text[]),
-        cast(:epoch as text[]),
+        cast(:uid as text[]), cast(:epoch as text[]),
         cast(:generation as bigint[]), cast(:phase as text[]), cast(:ticket as bigint[]),
         cast(:request as text[]), cast(:refusal as text[]), cast(:claims as text[]),
         cast(:gone_at as timestamptz[]), cast(:gone_how as text[]),
         cast(:condemned as text[])
-    ) as n (plural, namespace, name, epoch, generation, phase, ticket, request, refusal, claims,
-            gone_at, gone_how, condemned)
+    ) as n (plural, namespace, name, uid, epoch, generation, phase, ticket, request, refusal,
+            claims, gone_at, gone_how, condemned)
     where o.plural = n.plural and o.namespace = n.namespace and o.name = n.name
+        and o.uid = n.uid
     """
 )
 _DELETE_OWNERS = sa.text(
@@ -146,13 +147,13 @@ def _take_owners(steps: Steps, state: State) -> None:
             new.append(rows.owner_line(owner))
             owner.stored = True
     if dead:
-        steps.execute(_DELETE_OWNERS, {**_names(dead), "uid": [owner.uid for owner in dead]})
+        steps.execute(_DELETE_OWNERS, _keys(dead))
     if known:
-        known.sort(key=lambda owner: (owner.plural, owner.key))
+        known.sort(key=lambda owner: (owner.plural, owner.key, owner.uid))
         steps.execute(
             _UPDATE_OWNERS,
             {
-                **_names(known),
+                **_keys(known),
                 "epoch": [o.epoch for o in known],
                 "generation": [o.generation for o in known],
                 "phase": [o.phase for o in known],
@@ -169,12 +170,13 @@ def _take_owners(steps: Steps, state: State) -> None:
         steps.copy(tables.owner, rows.OWNER_COLUMNS, new)
 
 
-def _names(owners: list[Owner]) -> dict[str, list[str]]:
+def _keys(owners: list[Owner]) -> dict[str, list[str]]:
     parts = [owner.key.partition("/") for owner in owners]
     return {
         "plural": [owner.plural for owner in owners],
         "namespace": [part[0] for part in parts],
         "name": [part[2] for part in parts],
+        "uid": [owner.uid for owner in owners],
     }
 
 

@@ -130,6 +130,8 @@ async def test_memory_comes_back_as_it_was(engine: AsyncEngine) -> None:
         lambda: world.gone("ippools", "p1"),
         lambda: world.new_epoch("e2"),
         lambda: world.pool("p3", "192.0.2.0/28"),
+        # Another under the same name, while the leases of the first can't be decided on.
+        lambda: [world.gone("loadbalancers", "d"), world.lb("d", uid="later")],
         lambda: world.sync(),
     ]
     for index, step in enumerate(steps):

@@ -1,4 +1,4 @@
-"""The outbox keeps a batch in one row, and owners are found by the name that they are known by."""
+"""The outbox keeps a batch in one row, and owners have one index."""
 
 from alembic import op
 
@@ -40,9 +40,6 @@ def upgrade() -> None:
     op.execute("drop index allocator.ix_owner_name")
     op.execute("alter table allocator.owner drop constraint pk_owner")
     op.execute(
-        "alter table allocator.owner add constraint pk_owner primary key (plural, namespace, name)"
+        "alter table allocator.owner add constraint pk_owner"
+        " primary key (plural, namespace, name, uid)"
     )
-
-
-def downgrade() -> None:
-    raise NotImplementedError("restore the backup that was made before the migration")
