@@ -9,6 +9,8 @@ A batch is what is queued when the loop looks, never waited for. Memory is valid
 compare-and-set succeeds: on any error it is dropped and loaded again. An event that can't be taken
 (or breaks a constraint) is found by going through its batch one by one, costs one dead letter, and
 holds up nobody. This is the one place of the product that catches broadly.
+
+A projection that detaches its changes is one batch ahead of the database (services.kit.batches).
 """
 
 from __future__ import annotations

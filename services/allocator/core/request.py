@@ -47,6 +47,7 @@ _KEYS: Final = (
     SHARE_ANNOTATION,
 )
 _READ: Final = frozenset(_KEYS)
+_SIX: Final = ((False,), (True,))
 
 
 Parts = tuple[object, ...]
@@ -77,11 +78,18 @@ class Reader:
     def service_parts(obj: objects.Service) -> Parts:
         spec, meta = obj.spec, obj.metadata
         families = tuple(spec.ip_families) if spec.ip_families else None
-        ips = spec.cluster_ips or (spec.cluster_ip,)
-        six = tuple([":" in ip for ip in ips if ip and ip != "None"])
+        ips = spec.cluster_ips
+        if ips is not None and len(ips) == 1:  # nearly always
+            six = _SIX[":" in ips[0]] if ips[0] != "None" else ()
+        else:
+            six = tuple([":" in ip for ip in ips or (spec.cluster_ip,) if ip and ip != "None"])
         return (
-            *(meta.namespace, spec.load_balancer_ip, spec.ip_family_policy),
-            *(families, six, _read_annotations(meta)),
+            meta.namespace,
+            spec.load_balancer_ip,
+            spec.ip_family_policy,
+            families,
+            six,
+            _read_annotations(meta) if meta.annotations else None,
         )
 
     def load_balancer(self, obj: objects.LoadBalancer) -> Request:
