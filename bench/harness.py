@@ -58,7 +58,11 @@ class Summary:
 
         if self.floor is None and self.goal is None:
             return ""
-        return "goal" if reached(self.goal) else "floor" if reached(self.floor) else "BELOW FLOOR"
+        if reached(self.goal):
+            return "goal"
+        if self.floor is None:
+            return "below goal"
+        return "floor" if reached(self.floor) else "BELOW FLOOR"
 
 
 @dataclass

@@ -37,6 +37,8 @@ def grant(state: State, fact: events.AnyEvent, epoch: str) -> events.LeaseGrante
         ) or requests.claims_of_service(service):
             return None
         plural, meta, parts = SERVICES, service.metadata, state.reader.service_parts(service)
+        if requests.shares(parts):
+            return None
         obj: objects.Service | objects.LoadBalancer = service
     elif isinstance(fact, events.LoadBalancerSeen):
         balancer = fact.object

@@ -54,6 +54,12 @@ Parts = tuple[object, ...]
 """What of an object decides what it asks for."""
 
 
+def shares(parts: Parts) -> bool:
+    """Whether a Service asks for an address that it shares."""
+    annotations = parts[-1]
+    return isinstance(annotations, tuple) and bool(annotations[-1])
+
+
 class Reader:
     """Requests by the parts of an object that they are read from.
 
@@ -100,8 +106,7 @@ class Reader:
     def service(self, obj: objects.Service) -> Request:
         """Of a Service that is ours."""
         parts = self.service_parts(obj)
-        annotations = parts[-1]
-        if isinstance(annotations, tuple) and annotations[-1]:
+        if shares(parts):
             return self._sharer(parts, obj)
         found = self._known.get(parts)
         if found is not None:
