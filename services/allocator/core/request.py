@@ -86,7 +86,7 @@ class Reader:
         families = tuple(spec.ip_families) if spec.ip_families else None
         ips = spec.cluster_ips
         if ips is not None and len(ips) == 1:  # nearly always
-            six = _SIX[":" in ips[0]] if ips[0] != "None" else ()
+            six: tuple[bool, ...] = _SIX[":" in ips[0]] if ips[0] != "None" else ()
         else:
             six = tuple([":" in ip for ip in ips or (spec.cluster_ip,) if ip and ip != "None"])
         return (
