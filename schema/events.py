@@ -69,6 +69,11 @@ class NodeSeen(Event, frozen=True, kw_only=True, tag="NodeSeen.v1"):
     omitted: list[str] = []
 
 
+class ServiceCIDRSeen(Event, frozen=True, kw_only=True, tag="ServiceCIDRSeen.v1"):
+    object: objects.ServiceCIDR
+    omitted: list[str] = []
+
+
 class ServiceSeen(Event, frozen=True, kw_only=True, tag="ServiceSeen.v1"):
     object: objects.Service
     omitted: list[str] = []
@@ -432,6 +437,7 @@ Fact: TypeAlias = (
     | NetworkAttachmentDefinitionSeen
     | NamespaceSeen
     | NodeSeen
+    | ServiceCIDRSeen
     | ServiceSeen
     | EndpointSliceSeen
     | PodSeen
@@ -473,6 +479,7 @@ SEEN: Final[dict[str, type]] = {
     "network-attachment-definitions": NetworkAttachmentDefinitionSeen,
     "namespaces": NamespaceSeen,
     "nodes": NodeSeen,
+    "servicecidrs": ServiceCIDRSeen,
     "services": ServiceSeen,
     "endpointslices": EndpointSliceSeen,
     "pods": PodSeen,

@@ -260,7 +260,7 @@ class NetworkAttachmentDefinition(View, frozen=True, kw_only=True):
     spec: NetworkAttachmentDefinitionSpec = NetworkAttachmentDefinitionSpec()
 
 
-# --- core/v1, discovery.k8s.io/v1 ---------------------------------------------------------------
+# --- core/v1, discovery.k8s.io/v1, networking.k8s.io/v1 -----------------------------------------
 
 
 class NamespaceStatus(View, frozen=True, kw_only=True):
@@ -289,6 +289,17 @@ class Node(View, frozen=True, kw_only=True):
     metadata: ObjectMeta
     spec: NodeSpec = NodeSpec()
     status: NodeStatus | None = None
+
+
+class ServiceCIDRSpec(View, frozen=True, kw_only=True):
+    cidrs: list[str] | None = None
+
+
+class ServiceCIDR(View, frozen=True, kw_only=True):
+    """networking.k8s.io/v1: where clusterIPs come from, one network of each family at most."""
+
+    metadata: ObjectMeta
+    spec: ServiceCIDRSpec = ServiceCIDRSpec()
 
 
 class ServicePort(View, frozen=True, kw_only=True):
@@ -412,6 +423,7 @@ AnyObject: TypeAlias = (
     | NetworkAttachmentDefinition
     | Namespace
     | Node
+    | ServiceCIDR
     | Service
     | EndpointSlice
     | Pod
@@ -427,6 +439,7 @@ VIEWS: Final[dict[str, type[AnyObject]]] = {
     "network-attachment-definitions": NetworkAttachmentDefinition,
     "namespaces": Namespace,
     "nodes": Node,
+    "servicecidrs": ServiceCIDR,
     "services": Service,
     "endpointslices": EndpointSlice,
     "pods": Pod,

@@ -10,6 +10,7 @@ import yaml
 
 from sandbox.kube.options import Options
 from sandbox.kube.resources import Object, Registry
+from sandbox.kube.service_checks import RANGES
 from sandbox.kube.store import Store
 from sandbox.kube.tls import write_private
 from sandbox.kube.writes import Writer
@@ -18,14 +19,22 @@ _NAMESPACES = ("default", "kube-node-lease", "kube-public", "kube-system")
 
 
 def bootstrap(writer: Writer, registry: Registry, store: Store) -> None:
-    """Create the usual namespaces and the Service of the API itself, where they are missing."""
+    """Create the usual namespaces, the Service of the API itself and the range of its address,
+    where they are missing."""
     spaces = registry.find("", "v1", "namespaces")
     services = registry.find("", "v1", "services")
+    ranges = registry.find("networking.k8s.io", "v1", "servicecidrs")
     assert spaces is not None
     assert services is not None
+    assert ranges is not None
     for name in _NAMESPACES:
         if store.get("namespaces", ("", name)) is None:
             writer.create(spaces, "", name, _object("Namespace", name), Options("kube-apiserver"))
+    if store.get(ranges.collection, ("", "kubernetes")) is None:
+        cidrs = [str(network) for network in RANGES.values()]
+        shown = {"kind": "ServiceCIDR", "apiVersion": ranges.api_version, "spec": {"cidrs": cidrs}}
+        shown["metadata"] = {"name": "kubernetes"}
+        writer.create(ranges, "", "kubernetes", shown, Options("kube-apiserver"))
     if store.get("services", ("default", "kubernetes")) is None:
         service = _object("Service", "kubernetes") | {
             "spec": {

@@ -118,6 +118,25 @@ class NodeRules(Rules):
     empty: ClassVar[Mapping[str, Any]] = {"spec": {}, "status": {}}
 
 
+class ServiceCIDRRules(Rules):
+    """A range is only shown: Services get their clusterIPs from the first one, always."""
+
+    empty: ClassVar[Mapping[str, Any]] = {"spec": {}, "status": {}}
+
+    def validate(self, obj: Object, old: Object | None, *, status: bool) -> Iterator[FieldError]:
+        cidrs = (obj.get("spec") or {}).get("cidrs") or []
+        if not cidrs:
+            yield required("spec.cidrs", "at least one CIDR required")
+        for index, text in enumerate(cidrs):
+            try:
+                ipaddress.ip_network(text)
+            except ValueError:
+                where = f"spec.cidrs[{index}]"
+                yield wrong(
+                    where, text, "must be a valid CIDR value, (e.g. 10.9.8.0/24 or 2001:db8::/64)"
+                )
+
+
 class LeaseRules(Rules):
     unconditional = False
     create_by_put = True
@@ -308,4 +327,7 @@ def builtin() -> list[Resource]:
               table=columns.LEASE),
         _core("endpointslices", "EndpointSlice", shapes.ENDPOINT_SLICE, EndpointSliceRules(),
               group="discovery.k8s.io", table=columns.ENDPOINT_SLICE),
+        _core("servicecidrs", "ServiceCIDR", shapes.SERVICE_CIDR, ServiceCIDRRules(),
+              namespaced=False, status=True, group="networking.k8s.io",
+              table=columns.SERVICE_CIDR),
     ]  # fmt: skip

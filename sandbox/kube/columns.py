@@ -221,6 +221,7 @@ NODE = (
     _field("Kernel-Version", "status.nodeInfo.kernelVersion", "<unknown>", priority=1),
     _field("Container-Runtime", "status.nodeInfo.containerRuntimeVersion", "<unknown>", 1),
 )
+SERVICE_CIDR = (NAME, Column("CIDRs", lambda obj: ",".join(at(obj, "spec.cidrs", ()))), AGE)
 EVENT = (
     Column("Last Seen", _seen_last, description="When it was seen last."),
     _field("Type", "type", ""),

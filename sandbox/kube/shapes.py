@@ -299,6 +299,10 @@ NODE = kind(
         allocatable=ANYTHING,
     ),
 )
+SERVICE_CIDR = kind(
+    spec=struct(cidrs=atomic(STRING)),
+    status=struct(conditions=keyed(CONDITION, "type")),
+)
 
 _CRD_VERSION = open_struct(
     name=STRING,

@@ -29,7 +29,8 @@ from services.prober.verdicts import OwnFault
 
 log = structlog.get_logger()
 _misplaced = Gauge(
-    "lbledger_prober_dummy_in_pod_network", "1 while the dummy could be the address of a pod"
+    "lbledger_prober_dummy_in_cluster_network",
+    "1 while the dummy could be the address of a pod or a Service",
 )
 _share = Gauge("lbledger_prober_share", "Checks that this replica repeats now")
 LOOK_S: Final = 0.1
@@ -133,7 +134,7 @@ def _report_dummy(misplaced: tuple[str, str] | None) -> None:
     _misplaced.set(bool(dummy))
     if dummy:
         log.error(
-            "prober.dummy_in_pod_network",
+            "prober.dummy_in_cluster_network",
             dummy=dummy,
             network=network,
             right="an address that nothing in the cluster can have, see prober.dummy_address",

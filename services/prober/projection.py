@@ -8,7 +8,7 @@ every image is decided anew after loading.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -29,10 +29,11 @@ log = structlog.get_logger()
 _decisions = Counter("lbledger_prober_decisions_total", "Decisions committed", ["kind"])
 PORTION = 500
 LOGGED = 20  # changes named in one line of the log
+NETWORKS = (store.NODES, store.SERVICE_CIDRS)  # kinds that say which addresses are the cluster's
 SOURCES = (
     Source(
         "KUBE",
-        (*(f"kube.{plural}.>" for plural in (*KINDS, store.NODES)), "kube.sync.>", "kube.epoch"),
+        (*(f"kube.{plural}.>" for plural in (*KINDS, *NETWORKS)), "kube.sync.>", "kube.epoch"),
     ),
 )
 
@@ -90,7 +91,7 @@ class Prober:
 
     def apply(self, record: Record, work: Work) -> None:
         for change in self._facts.observe(record):
-            if change.ref.plural == store.NODES:
+            if change.ref.plural in NETWORKS:
                 self._dummies_checked = False
                 continue
             for uid in _see(self.state, change.ref, change.uid, change.new):
@@ -122,18 +123,22 @@ class Prober:
         return bool(self.state.dirty) and self._facts.synced(BALANCERS)
 
     def misplaced_dummy(self) -> tuple[str, str] | None:
-        """A dummy within a node's pod network, and the network; "" for both when there is none.
+        """A dummy within a network of pods or Services, and the network; "" for both when there is
+        none.
 
         None while nothing has changed since it was asked the last time.
         """
         if self._dummies_checked:
             return None
         self._dummies_checked = True
-        nodes = (view for _, view in self._facts.all(store.NODES))
-        return self._dummies.inside(cidr for n in nodes for cidr in n.spec.pod_cidrs or ()) or (
-            "",
-            "",
-        )
+        return self._dummies.inside(self._networks()) or ("", "")
+
+    def _networks(self) -> Iterator[str]:
+        """The networks that objects of the cluster name as its own."""
+        for _, node in self._facts.all(store.NODES):
+            yield from node.spec.pod_cidrs or ()
+        for _, cidr in self._facts.all(store.SERVICE_CIDRS):
+            yield from cidr.spec.cidrs or ()
 
     async def save(self, conn: AsyncConnection) -> None:
         await self._facts.save(conn)

@@ -19,12 +19,22 @@ from services.prober.members import PODS, VMIS
 from services.prober.plan import ANNOTATION
 
 NODES = "nodes"
+SERVICE_CIDRS = "servicecidrs"
 CHUNK = 1_000
 
 
 def facts() -> Mirror:
     """The objects that images are made of, without what the prober does not read."""
-    return Mirror(mirror_table, {BALANCERS: _balancer, VMIS: _vmi, PODS: _pod, NODES: _node})
+    return Mirror(
+        mirror_table,
+        {
+            BALANCERS: _balancer,
+            VMIS: _vmi,
+            PODS: _pod,
+            NODES: _node,
+            SERVICE_CIDRS: _service_cidr,
+        },
+    )
 
 
 async def load_images(conn: AsyncConnection) -> list[BackendsResolved]:
@@ -89,6 +99,12 @@ def _node(view: objects.Node) -> objects.Node:
     """Only where its pods' addresses come from: the dummy must not be one of them."""
     meta = objects.ObjectMeta(name=view.metadata.name, uid=view.metadata.uid)
     return objects.Node(metadata=meta, spec=view.spec)
+
+
+def _service_cidr(view: objects.ServiceCIDR) -> objects.ServiceCIDR:
+    """Likewise, of Services."""
+    meta = objects.ObjectMeta(name=view.metadata.name, uid=view.metadata.uid)
+    return objects.ServiceCIDR(metadata=meta, spec=view.spec)
 
 
 def _labelled(meta: objects.ObjectMeta) -> objects.ObjectMeta:

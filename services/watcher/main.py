@@ -39,6 +39,11 @@ KINDS: Final = (
     ),
     Kind(resource=Resource("", "v1", "namespaces", namespaced=False)),
     Kind(resource=Resource("", "v1", "nodes", namespaced=False)),
+    # Served since Kubernetes 1.33.
+    Kind(
+        resource=Resource("networking.k8s.io", "v1", "servicecidrs", namespaced=False),
+        optional=True,
+    ),
     Kind(resource=Resource("", "v1", "services")),
     Kind(resource=Resource("discovery.k8s.io", "v1", "endpointslices")),
     Kind(resource=Resource("", "v1", "pods"), selector=EGRESS_LABEL),

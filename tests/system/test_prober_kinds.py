@@ -138,19 +138,25 @@ async def test_a_load_balancer_that_is_made_anew_starts_anew(rig):
     assert image.owner.name == "web"
 
 
-async def test_a_dummy_within_a_pod_network_is_told(rig):
-    """In the metrics and the log: it could be the address of a pod."""
+def network_of(kind, *cidrs):
+    meta = objects.ObjectMeta(name="n1", uid="uid-n1")
+    if kind == "pods":
+        return objects.Node(metadata=meta, spec=objects.NodeSpec(pod_cidrs=list(cidrs)))
+    return objects.ServiceCIDR(metadata=meta, spec=objects.ServiceCIDRSpec(cidrs=list(cidrs)))
+
+
+@pytest.mark.parametrize("kind", ["pods", "services"])
+async def test_a_dummy_within_a_network_of_the_cluster_is_told(rig, kind):
+    """In the metrics and the log: it could be the address of a pod, or of a Service."""
 
     def told():
-        return REGISTRY.get_sample_value("lbledger_prober_dummy_in_pod_network")
+        return REGISTRY.get_sample_value("lbledger_prober_dummy_in_cluster_network")
 
-    node = objects.Node(
-        metadata=objects.ObjectMeta(name="n1", uid="uid-n1"),
-        spec=objects.NodeSpec(pod_cidrs=["192.0.0.0/24"]),
-    )
-    await rig.feed.seen(node)
+    await rig.feed.seen(network_of(kind, "fd00:10:96::/112", "192.0.0.0/24"))
     await eventually(lambda: told() == 1)
-    await rig.feed.seen(
-        msgspec.structs.replace(node, spec=objects.NodeSpec(pod_cidrs=["10.52.0.0/24"]))
-    )
+    await rig.feed.seen(network_of(kind, "10.52.0.0/24"))
+    await eventually(lambda: told() == 0)
+    await rig.feed.seen(network_of(kind, "100::/64"))
+    await eventually(lambda: told() == 1)
+    await rig.feed.gone(network_of(kind))
     await eventually(lambda: told() == 0)

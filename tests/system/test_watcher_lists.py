@@ -24,6 +24,7 @@ from tests.system.watcher_rig import (
     NODE,
     POD,
     SERVICE,
+    SERVICE_CIDR,
     Watching,
     chain_is_whole,
     create,
@@ -168,6 +169,25 @@ async def test_an_absent_kind_is_awaited(
         await create(kube, LB, load_balancer("web"))
         await published(running.bus, LB, "default", "web", "LoadBalancerSeen")
         await eventually(_finished(running, "loadbalancers", absent=False), 10)
+
+
+async def test_the_networks_of_services_are_followed(
+    kube: Kube, config: Path, nats_url: str
+) -> None:
+    """The one that the cluster was born with, and one that is added and taken away."""
+    body = {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "ServiceCIDR",
+        "metadata": {"name": "more"},
+        "spec": {"cidrs": ["10.97.0.0/24"]},
+    }
+    async with watching(nats_url, config) as running:
+        await running.synced()
+        (first,) = await facts_of(running.bus, SERVICE_CIDR, "", "kubernetes")
+        assert first.event.object.spec.cidrs == ["10.96.0.0/16", "fd00:10:96::/112"]
+        await create(kube, SERVICE_CIDR, body)
+        await wipe(kube, SERVICE_CIDR, "", "more")
+        await published(running.bus, SERVICE_CIDR, "", "more", "ServiceCIDRSeen", "ObjectGone")
 
 
 async def test_a_kind_that_is_removed_takes_its_objects_with_it(

@@ -328,6 +328,18 @@ async def test_a_watch_that_always_breaks_is_listed_anew(nats_url: str, tmp_path
             await eventually(lambda: api.list_count("services") == 2, 20)
 
 
+async def test_an_api_server_before_servicecidrs_is_followed_as_well(
+    nats_url: str, tmp_path: Path
+) -> None:
+    """Kubernetes before 1.33 has no such kind: it is complete and empty, and the watcher ready."""
+    async with ScriptedApi() as api, watching(nats_url, api.kubeconfig(tmp_path)) as running:
+        await running.synced()
+        await eventually(lambda: running.rt.health.ready)
+        _, finished = await log(running.bus, "kube.sync.servicecidrs")
+        assert finished.event.absent
+        assert api.list_count("servicecidrs") == 0
+
+
 async def test_health_says_which_kind_is_forbidden(nats_url: str, tmp_path: Path) -> None:
     """Not ready, naming kind and reason, until the API server answers; the rest goes on."""
     async with ScriptedApi() as api:

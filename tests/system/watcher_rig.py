@@ -31,6 +31,7 @@ SERVICE = Resource("", "v1", "services")
 NODE = Resource("", "v1", "nodes", namespaced=False)
 POD = Resource("", "v1", "pods")
 SLICE = Resource("discovery.k8s.io", "v1", "endpointslices")
+SERVICE_CIDR = Resource("networking.k8s.io", "v1", "servicecidrs", namespaced=False)
 CONFIGMAP = Resource("", "v1", "configmaps")
 CRD = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions", namespaced=False)
 ROOT = Path(__file__).resolve().parents[2]
