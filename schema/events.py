@@ -317,6 +317,18 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: str = ""  # last error of the check
     port: int = 0  # where the backend has a port of its own (explicit backends only)
     since: datetime | None = None  # when the check that brought this state ended
+    last_error: str = ""  # of a check, when it was unhealthy the last time; kept when it recovers
+
+    def after(self, change: HealthChange) -> Backend:
+        """The backend with another verdict."""
+        return msgspec.structs.replace(
+            self,
+            state=change.state,
+            ready=change.ready,
+            reason=change.reason,
+            since=change.since or self.since,
+            last_error=change.reason if change.state == "unhealthy" else self.last_error,
+        )
 
 
 class BackendsResolved(Event, frozen=True, kw_only=True, tag="BackendsResolved.v1"):

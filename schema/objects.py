@@ -142,6 +142,7 @@ class BackendStatus(View, frozen=True, kw_only=True):
     state: str = ""
     message: str = ""
     since: str = ""
+    last_error: str = ""
 
 
 class LoadBalancerStatus(View, frozen=True, kw_only=True):

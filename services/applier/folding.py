@@ -145,15 +145,7 @@ def with_verdicts(image: Backends, event: events.HealthChanged) -> Backends:
     backends = []
     for backend in image.backends:
         change = changes.get((backend.uid, backend.address))
-        if change is not None:
-            backend = msgspec.structs.replace(
-                backend,
-                state=change.state,
-                ready=change.ready,
-                reason=change.reason,
-                since=change.since or backend.since,
-            )
-        backends.append(backend)
+        backends.append(backend if change is None else backend.after(change))
     # The event's word on the dummy holds for the backends it knew. A slice must never be left
     # without a ready endpoint by a word that is ahead of its image, so the dummy then stays.
     ready = {":" in backend.address for backend in backends if backend.ready}

@@ -89,6 +89,8 @@ def _backend(backend: Any, *, checked: bool) -> Body:
         sent["message"] = backend.reason[: conditions.MESSAGE_LIMIT]
     if checked and backend.since is not None:
         sent["since"] = conditions.stamp(backend.since)
+    if checked and backend.last_error and backend.state != "unhealthy":
+        sent["lastError"] = backend.last_error[: conditions.MESSAGE_LIMIT]
     return sent
 
 
@@ -131,6 +133,7 @@ def _shown_backend(shown: objects.BackendStatus) -> Body:
         "state": shown.state,
         "message": shown.message,
         "since": shown.since,
+        "lastError": shown.last_error,
     }
     return {key: value for key, value in sent.items() if value != ""}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -176,8 +177,8 @@ def lb_show(name: str, as_json: bool) -> int:
     if backends:
         print("\nbackends")
         printing.table(
-            ["NAME", "ADDRESS", "READY", "STATE", "REASON"],
-            [[b.name, b.address, b.ready, b.state, b.reason] for b in backends],
+            ["NAME", "ADDRESS", "READY", "STATE", "SINCE", "REASON"],
+            [[b.name, b.address, b.ready, b.state, _time(b.since), _error(b)] for b in backends],
             indent="  ",
         )
     return 0
@@ -195,15 +196,22 @@ async def current_backends(bus: Bus, ref: ObjectRef) -> list[events.Backend]:
                 for change in changed.changes:
                     key = (change.uid, change.address)
                     if key in image:
-                        image[key] = msgspec.structs.replace(
-                            image[key],
-                            state=change.state,
-                            ready=change.ready,
-                            reason=change.reason,
-                        )
+                        image[key] = image[key].after(change)
             case _:
                 pass
     return list(image.values())
+
+
+def _time(at: datetime | None) -> str:
+    """As conditions say it."""
+    return f"{at:%Y-%m-%dT%H:%M:%SZ}" if at is not None else ""
+
+
+def _error(backend: events.Backend) -> str:
+    """What is wrong with a backend; of one that has recovered, what was."""
+    if backend.reason or not backend.last_error:
+        return backend.reason
+    return f"was: {backend.last_error}"
 
 
 def _short(one: Balancer) -> dict[str, Any]:

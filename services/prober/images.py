@@ -215,19 +215,17 @@ def _carry(backend: Backend, before: Backend | None, plan: Plan) -> Backend:
         return backend
     state = "unknown" if before.state == "unchecked" else before.state
     return msgspec.structs.replace(
-        backend, ready=before.ready, state=state, reason=before.reason, since=before.since
+        backend,
+        ready=before.ready,
+        state=state,
+        reason=before.reason,
+        since=before.since,
+        last_error=before.last_error,
     )
 
 
 def _judged(backends: Iterable[Backend], changes: dict[BackendKey, HealthChange]) -> list[Backend]:
-    return [
-        b
-        if (change := changes.get(key_of(b))) is None
-        else msgspec.structs.replace(
-            b, state=change.state, ready=change.ready, reason=change.reason, since=change.since
-        )
-        for b in backends
-    ]
+    return [b if (change := changes.get(key_of(b))) is None else b.after(change) for b in backends]
 
 
 def of_member(obj: Member, plan: Plan) -> Iterator[Backend]:

@@ -313,6 +313,8 @@ class World:
             address=backend.address,
             state="healthy" if ready else "unhealthy",
             ready=ready,
+            reason="" if ready else "connection refused",
+            since=self.now,
         )
         fields: dict[str, Any] = {"dummy": "" if ready else DUMMY} | more
         event = events.HealthChanged(

@@ -510,6 +510,29 @@ def test_transition_time_moves_with_the_status_only():
     assert third.last_transition_time > second.last_transition_time
 
 
+def test_each_backend_is_told_with_its_last_change_and_its_last_error():
+    """The error stays when it recovers, and what is shown already is not written again."""
+    world = World()
+    owner = world.balancer()
+    vm = backend(state="healthy", ready=True)
+    world.grant(owner, "192.0.2.10")
+    world.resolve(owner, vm, checked=True)
+    world.wait(1)
+    told = []
+    for ready in (False, True):
+        world.verdict(owner, vm, ready)
+        at = world.now
+        world.wait(60)
+        (shown,) = world.status(owner).backends
+        assert shown.since == f"{at:%Y-%m-%dT%H:%M:%SZ}"
+        told.append((shown.state, shown.message, shown.last_error))
+    error = "connection refused"
+    assert told == [("unhealthy", error, ""), ("healthy", "", error)]
+    world.restart()
+    world.state.touch(owner.uid)
+    assert world.wait(60) == []
+
+
 def test_status_waits_for_the_echo_of_the_ingress_but_not_for_ever():
     """One status write tells the whole story; without an echo it tells what is shown, in time."""
     for shown in (True, False):

@@ -215,6 +215,20 @@ def test_a_restarted_machine_starts_from_unknown():
     assert (world.ready, world.image.dummy) == ([], "192.0.0.8")
 
 
+def test_the_last_error_stays_with_a_backend_that_has_recovered():
+    """Through other changes of the image, until checks are off; another machine has none."""
+    lb = balancer(health_check=CHECK)
+    world = World().see(lb, machine("vm1", "10.0.0.4"))
+    world.settle()
+    for healthy in (False, True):
+        world.judge(world.verdict("vm1", healthy))
+    world.see(machine("vm2", "10.0.0.5")).settle()
+    errors = {b.name: (b.state, b.reason, b.last_error) for b in world.image.backends}
+    assert errors == {"vm1": ("healthy", "", "connection refused"), "vm2": ("unknown", "", "")}
+    world.see(balancer()).settle()
+    assert [b.last_error for b in world.image.backends] == ["", ""]
+
+
 @pytest.mark.parametrize("how", ["old-config", "old-time", "other-address", "removed", "no-owner"])
 def test_a_result_that_is_not_of_now_changes_nothing(how):
     """An old configuration, an older time, a backend or a load balancer that left."""
@@ -587,10 +601,7 @@ class AnyHistory(RuleBasedStateMachine):
         for backend in before.backends:
             change = changed.pop((backend.uid, backend.address), None)
             if change is not None:
-                backend = msgspec.structs.replace(
-                    backend,
-                    **{n: getattr(change, n) for n in ("state", "ready", "reason", "since")},
-                )
+                backend = backend.after(change)
             backends.append(backend)
         assert not changed, "a change of a backend that is not there"
         assert event.healthy == sum(b.ready for b in backends)

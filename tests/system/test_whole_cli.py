@@ -190,6 +190,8 @@ async def test_every_looking_command_for_people_and_for_machines(whole, space):
         said = " ".join(piped[line].out.split())
         assert not [word for word in words if word not in said], (line, words, piped[line])
     assert "NotHealthy" in shown[on_screen[0]].out
+    (sick,) = (await space.status("sick"))["backends"]
+    assert f"unhealthy {sick['since']}" in " ".join(piped[f"lb show {ns}/sick"].out.split())
 
     edited = await simulated(whole, space, pool)
     assert (edited.code, edited.err) == (0, "")
