@@ -71,7 +71,7 @@ class DatabaseSettings(Section, frozen=True, kw_only=True):
     connect_timeout_s: float = 10.0
     # A replica that freezes inside a transaction holds up the next one for this long (in the
     # middle of a statement: for statement_timeout_s).
-    idle_transaction_s: float = 10.0
+    idle_transaction_s: float = 8.0
 
 
 class KubeSettings(Section, frozen=True, kw_only=True):
@@ -94,7 +94,9 @@ class ProjectorSettings(Section, frozen=True, kw_only=True):
     beat_s: float = 1.0  # how often the active replica proves that it still holds the fence
     effects_deadline_s: float = 3.0  # without a proof for this long, no effects outside
     takeover_poll_s: float = 0.5
-    silence_s: float = 30.0  # an active replica that is frozen for this long is replaced
+    # An active replica that is frozen for this long is replaced. One that is reading its state, or
+    # was too busy for a sign of life lately, has up to eight times as long.
+    silence_s: float = 4.0
 
 
 class WatcherSettings(Section, frozen=True, kw_only=True):

@@ -33,6 +33,7 @@ from services.kit.batches import FENCE_ROW, Arrival, Batch, Committer, Fenced, r
 from services.kit.bus import Bus, BusError, Puller
 from services.kit.db import plain_error
 from services.kit.outbox import Outbox
+from services.kit.patience import Patience
 from services.kit.records import Hole, Projection, Source
 from services.kit.retry import Backoff, wait_or_stop
 from services.kit.runtime import Runtime
@@ -62,6 +63,7 @@ class Projector:
         self._room.set()
         self._holding = False
         self._proved = 0.0
+        self._patience = Patience(self._settings.silence_s)
         self._activity = asyncio.Event()
         self._reread_next = False
         self._doubtful: tuple[int, list[object]] | None = None
@@ -162,13 +164,9 @@ class Projector:
         key = {"k": _lock_key(self._projection.name)}
         async with engine.connect() as conn:
             await conn.execution_options(isolation_level="AUTOCOMMIT")
+            await self._prove(conn)  # one that freezes with the lock just in hand is replaced too
             await self._stand_by(conn, key)
-            # One that is frozen keeps its connection; the server ends it, and with it the lock.
-            silence = f"{int(self._settings.silence_s * 1000)}"
-            await conn.execute(
-                sa.text("select set_config('idle_session_timeout', :ms, false)"), {"ms": silence}
-            )
-            self._proved = time.monotonic()
+            await self._prove(conn)
             beat = asyncio.create_task(self._beat(conn))
             try:
                 yield beat
@@ -192,13 +190,26 @@ class Projector:
             if await wait_or_stop(self._rt.stop, self._settings.takeover_poll_s):
                 return
 
+    async def _prove(self, conn: AsyncConnection) -> None:
+        """Hear from the server that the session, and with it the lock, is still there.
+
+        One that is frozen keeps its connection: the server is told to end it when it is silent.
+        """
+        sent = time.monotonic()
+        silence = self._patience.give(active=self._holding)
+        await conn.execute(
+            sa.text("select set_config('idle_session_timeout', :ms, false)"),
+            {"ms": str(int(silence * 1000))},
+        )
+        self._proved = sent
+
     async def _beat(self, conn: AsyncConnection) -> None:
         while True:
             await asyncio.sleep(self._settings.beat_s)
-            sent = time.monotonic()
+            now = time.monotonic()
+            self._patience.silent(now - self._proved, now)
             async with asyncio.timeout(self._settings.effects_deadline_s):
-                await conn.execute(sa.text("select 1"))
-            self._proved = sent
+                await self._prove(conn)
 
     # --- one session: from loading to the first error ---
 

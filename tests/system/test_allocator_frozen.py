@@ -13,7 +13,7 @@ from tests.system.allocator_rig import cluster_of, spawn
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     """A frozen replica is replaced soon."""
-    for name, value in (("BEAT", "0.2"), ("EFFECTS_DEADLINE", "1"), ("SILENCE", "1.5")):
+    for name, value in (("BEAT", "0.05"), ("EFFECTS_DEADLINE", "1"), ("SILENCE", "1.5")):
         monkeypatch.setenv(f"LBLEDGER_PROJECTOR_{name}_S", value)
     # It may have been frozen between two statements, or in the middle of sending rows.
     monkeypatch.setenv("LBLEDGER_DATABASE_IDLE_TRANSACTION_S", "1.5")

@@ -45,6 +45,11 @@ class Crew:
             for name, network in NETWORKS.items()
         }
 
+    def takes_part(self, name, times=1, before=None):
+        """Whether it has checked a host so many times (more than before)."""
+        seen, known = self.seen(), before or {}
+        return any(seen[host, name] - known.get((host, name), 0) >= times for host in HOSTS)
+
     async def settled(self, *names, all_take_part=True, timeout=30):
         """Until every host is checked by exactly one of these and nobody else, time after time."""
         shared = None
@@ -153,12 +158,7 @@ async def test_every_target_is_checked_again_within_two_periods(nats_url, databa
         await crew.populate(period=int(period_s / SECOND_S))
         await crew.start("b", **defaults)
         left = "b" if victim == "a" else "a"
-
-        def both():
-            seen = crew.seen()
-            return all(any(seen[host, name] for host in HOSTS) for name in "ab")
-
-        await eventually(both, timeout=30)
+        await eventually(lambda: crew.takes_part("a") and crew.takes_part("b"), timeout=30)
         log, before, began = len(rig.log), crew.seen(), time.monotonic()
         crew.processes[victim].kill()
 
@@ -169,6 +169,31 @@ async def test_every_target_is_checked_again_within_two_periods(nats_url, databa
         await eventually(again, timeout=30)
         assert time.monotonic() - began < 2 * period_s
         assert rig.log[log:] == []
+
+
+async def test_a_frozen_judge_is_replaced_within_two_periods(nats_url, database_url):
+    """With the settings that hold by default: what it would have decided another one decides. It
+    thaws and adds nothing, takes part again, and no verdict changes by all that."""
+    period_s = 5.0
+    async with rig_of(nats_url, database_url) as rig:
+        crew = Crew(rig)
+        await crew.start("a", LBLEDGER_PROJECTOR_TAKEOVER_POLL_S="0.5")
+        await crew.populate(period=int(period_s / SECOND_S))
+        await crew.start("b", LBLEDGER_PROJECTOR_TAKEOVER_POLL_S="0.5")
+        await eventually(lambda: crew.takes_part("a") and crew.takes_part("b"), timeout=30)
+        log = len(rig.log)
+        crew.signal("a", signal.SIGSTOP)
+        try:
+            await rig.backends.answer_all(["127.10.1.9", "127.20.1.9"], rig.port)
+            await rig.feed.seen(machine("lb1-9", "10.0.1.9", labels={"lb": "lb1"}))
+            names = [f"lb1-{part}" for part in (*range(1, EACH + 1), 9)]
+            await rig.until("lb1", ready=names, timeout=2 * period_s)
+        finally:
+            before = crew.seen()
+            crew.signal("a", signal.SIGCONT)
+        await eventually(lambda: crew.takes_part("a", 2, before), timeout=30)
+        told = [type(event).__name__ for event in rig.log[log:]]
+        assert told == ["BackendsResolved", "HealthChanged"]
 
 
 @pytest.mark.parametrize("blind", ["a", "b"], ids=["the-active-one", "the-stand-by"])
