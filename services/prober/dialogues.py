@@ -17,6 +17,7 @@ from services.prober.grpc_health import GrpcHealth
 from services.prober.plan import Check
 
 MAX_HEAD: Final = 65_536
+MAX_LINE: Final = 4_096
 MAX_HOPS: Final = 5
 _STATUS: Final = re.compile(rb"HTTP/1\.[01] ([1-9]\d\d)(?: [^\r\n]*)?\r?\n")
 _HEAD_END: Final = re.compile(rb"\r?\n\r?\n")
@@ -138,6 +139,7 @@ class Http:
         self._check, self._url, self._hops, self._open = check, url, hops, open_next
         self._out = b""
         self._head = b""
+        self._searched = 0  # so far there is no end of the head; bytes may come one by one
 
     def begin(self) -> None:
         self._out = (
@@ -158,12 +160,14 @@ class Http:
             code = int(status[1])
             if code not in _REDIRECTS and code >= 200:
                 return self._judge(code)
-            end = _HEAD_END.search(self._head, status.end() - 2)
+            end = _HEAD_END.search(self._head, max(status.end() - 2, self._searched))
             if end is None:
+                self._searched = max(0, len(self._head) - 3)  # it may have begun
                 return self._too_long()
             if code >= 200:
                 return self._redirected(code, self._head[: end.end()])
-            self._head = self._head[end.end() :]  # an interim answer; the real one follows
+            # An interim answer; the real one follows.
+            self._head, self._searched = self._head[end.end() :], 0
 
     def eof(self) -> Answer:
         return Answer(False, "connection closed before an answer")
@@ -172,7 +176,9 @@ class Http:
         start = self._head[:7]
         if b"\n" in self._head or b"HTTP/1."[: len(start)] != start:
             return Answer(False, "the answer is not HTTP/1.1")
-        return self._too_long()
+        if len(self._head) > MAX_LINE:
+            return Answer(False, f"the status line is longer than {MAX_LINE} bytes")
+        return None
 
     def _too_long(self) -> Answer | None:
         if len(self._head) > MAX_HEAD:

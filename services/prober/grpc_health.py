@@ -13,6 +13,7 @@ _DATA, _HEADERS, _RST, _SETTINGS, _PING, _GOAWAY = 0, 1, 3, 4, 6, 7
 _ACK, _END_STREAM, _END_HEADERS, _PADDED = 1, 1, 4, 8
 _MAX_FRAME: Final = 16_384
 _MAX_MESSAGE: Final = 4_096
+MAX_FRAMES: Final = 128  # before the answer: each may cost a reply that nobody reads
 _STATUS: Final = {0: "UNKNOWN", 2: "NOT_SERVING", 3: "SERVICE_UNKNOWN"}
 _SERVING: Final = 1
 
@@ -24,7 +25,7 @@ class GrpcHealth:
         self._out = _PREFACE + _frame(_SETTINGS, 0, 0, b"") + _request(service, authority)
         self._in = b""
         self._message = b""
-        self._first = True
+        self._frames = 0
 
     def take(self) -> bytes:
         out, self._out = self._out, b""
@@ -36,12 +37,14 @@ class GrpcHealth:
             length = int.from_bytes(self._in[:3], "big")
             kind, flags = self._in[3], self._in[4]
             stream = int.from_bytes(self._in[5:9], "big") & 0x7FFFFFFF
-            if (self._first and kind != _SETTINGS) or length > _MAX_FRAME:
+            if (not self._frames and kind != _SETTINGS) or length > _MAX_FRAME:
                 return "the answer is not HTTP/2"
+            if self._frames >= MAX_FRAMES:
+                return f"more than {MAX_FRAMES} frames without a health status"
             if len(self._in) < 9 + length:
                 return None
             payload, self._in = self._in[9 : 9 + length], self._in[9 + length :]
-            self._first = False
+            self._frames += 1
             verdict = self._take_frame(kind, flags, stream, payload)
             if verdict is not None:
                 return verdict

@@ -118,6 +118,21 @@ def test_a_head_without_end_is_cut_off():
     assert "longer than" in answer.reason
 
 
+@pytest.mark.timeout(10)  # to go through all again with every byte takes far longer
+@pytest.mark.parametrize("start", [b"HTTP/1.1 302 Found\r\nX-Pad: ", b"HTTP/1.1 200 "])
+def test_a_line_without_end_costs_no_more_byte_by_byte(start):
+    """Whoever answers byte by byte must not keep us from the others."""
+    assert "longer than" in ask(start + b"x" * 70_000, by=1).reason
+
+
+@pytest.mark.parametrize("by", range(1, 6))
+@pytest.mark.parametrize("end", [b"\r\n\r\n", b"\n\n", b"\r\n\n", b"\n\r\n"])
+def test_the_end_of_a_head_is_found_wherever_it_is_split(end, by):
+    """It may come in any pieces."""
+    answer = ask(b"HTTP/1.1 302 Found\r\nX: y\r\nLocation: /there" + end, by)
+    assert answer.next.port == 8080
+
+
 def test_a_closed_connection_is_a_failure():
     """Also when it closes in the middle of the status line."""
     dialogue = http()
@@ -209,6 +224,12 @@ def test_settings_and_pings_are_acknowledged():
     assert made.take() == frame(4, 1, b"", 0)
     assert made.feed(frame(6, 0, b"12345678", 0)) is None
     assert made.take() == frame(6, 1, b"12345678", 0)
+
+
+@pytest.mark.timeout(10)
+def test_a_server_that_only_pings_is_given_up():
+    """What a backend may make us keep, and answer, is bounded."""
+    assert "frames without" in call(SETTINGS, *[frame(6, 0, b"12345678", 0)] * 20_000)
 
 
 @given(st.lists(st.binary(max_size=60), max_size=12), st.sampled_from(["HTTP", "HTTPS", "GRPC"]))
