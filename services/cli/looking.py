@@ -22,6 +22,8 @@ class Balancer(msgspec.Struct, kw_only=True, omit_defaults=False):
     kind: str
     namespace: str
     name: str
+    uid: str
+    revision: int = 0  # of the image that `backends` and `healthy` are of
     address: str = ""
     pool: str = ""
     backends: int | None = None
@@ -30,7 +32,6 @@ class Balancer(msgspec.Struct, kw_only=True, omit_defaults=False):
     reason: str = ""
     message: str = ""
     conditions: list[objects.Condition] = []
-    backend_list: list[events.Backend] = []
     dummy: str = ""
     provider: str = ""
 
@@ -62,6 +63,7 @@ def _from_fact(event: events.AnyEvent) -> Balancer | None:
                 kind="LoadBalancer",
                 namespace=lb.metadata.namespace,
                 name=lb.metadata.name,
+                uid=lb.metadata.uid,
                 address=status.address or allocated.ip,
                 pool=allocated.ip_pool,
                 conditions=status.conditions or [],
@@ -73,6 +75,7 @@ def _from_fact(event: events.AnyEvent) -> Balancer | None:
                 kind="Service",
                 namespace=service.metadata.namespace,
                 name=service.metadata.name,
+                uid=service.metadata.uid,
                 address=", ".join(entry.ip or entry.hostname for entry in ingress),
                 conditions=status_.conditions or [],
             )
@@ -92,6 +95,9 @@ def _ours(service: objects.Service) -> bool:
 
 
 def _add_decision(one: Balancer, entry: Entry) -> None:
+    owner = getattr(entry.event, "owner", None)
+    if owner is None or owner.uid != one.uid:
+        return  # about an object that had the name before
     match entry.event:
         case events.LeaseGranted() | events.LeaseAdopted() as lease:
             one.pool = one.pool or lease.pool
@@ -100,14 +106,11 @@ def _add_decision(one: Balancer, entry: Entry) -> None:
             if not one.ready:
                 one.reason, one.message = refused.reason, refused.message
         case events.BackendsResolved() as resolved:
-            one.backend_list = list(resolved.backends)
             one.backends = len(resolved.backends)
             one.healthy = sum(backend.ready for backend in resolved.backends)
-            one.dummy = resolved.dummy
-        case events.HealthChanged() as changed:
-            # Counted over the image that the change belongs to; an older change is overtaken.
-            if one.backends == changed.total:
-                one.healthy, one.dummy = changed.healthy, changed.dummy
+            one.dummy, one.revision = resolved.dummy, resolved.revision
+        case events.HealthChanged() as changed if changed.revision > one.revision:
+            one.healthy, one.dummy = changed.healthy, changed.dummy
         case events.ProviderStateChanged() as state:
             one.provider = "in step" if state.in_step else state.reason
             one.backends = state.backends
@@ -216,7 +219,7 @@ def _error(backend: events.Backend) -> str:
 
 def _short(one: Balancer) -> dict[str, Any]:
     plain = msgspec.to_builtins(one)
-    for name in ("conditions", "backend_list"):
+    for name in ("conditions", "uid", "revision"):
         del plain[name]
     return dict(plain)
 
