@@ -216,7 +216,8 @@ def _address(text: str, family: str) -> str | None:
         address = ipaddress.ip_address(text)
     except ValueError:
         return "must be a valid IP address, (e.g. 10.9.8.7 or 2001:db8::ffff)"
-    if f"IPv{address.version}" != family:
+    mapped = isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None
+    if f"IPv{address.version}" != family or mapped:  # to Go a mapped address is IPv4
         return f"must be an {family} address"
     if address.is_unspecified:
         return _UNSPECIFIED

@@ -214,7 +214,7 @@ def _dummy(
     if ip is None or ip.version != version:
         raise ConfigError(
             f"prober.{name} is {text!r}: must be an IPv{version} address that may stand in an"
-            " EndpointSlice (not loopback, link-local, multicast or unspecified)"
+            " EndpointSlice (not loopback, link-local, multicast, unspecified or IPv4-mapped)"
         )
     for network in networks:
         if ip in network:

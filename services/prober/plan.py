@@ -29,6 +29,7 @@ MAX_SECONDS: Final = 86_400
 MAX_PATH: Final = 2_048
 MAX_CODES: Final = 256
 ANNOTATION: Final = "lbledger.io/"
+CHECK_NOTES: Final = frozenset({"health-check", "listener-health-checks"})
 _LABEL_KEY: Final = re.compile(
     r"([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
 )
@@ -108,7 +109,9 @@ def usable(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return None
     if ip.is_unspecified or ip.is_loopback or ip.is_link_local or ip.is_multicast:
         return None
-    return None if getattr(ip, "scope_id", None) else ip
+    if isinstance(ip, ipaddress.IPv6Address) and (ip.scope_id or ip.ipv4_mapped):
+        return None  # to Kubernetes a mapped address is IPv4, and so at home in no slice
+    return ip
 
 
 def read(balancer: objects.LoadBalancer, defaults: Defaults) -> Plan:
@@ -123,6 +126,7 @@ class _Reader:
         self.defaults = defaults
         self.problems: list[tuple[str, str]] = []
         self.remarks: list[str] = []
+        self.unread: set[str] = set()  # annotations
 
     def plan(self) -> Plan:
         listeners = self._listeners()
@@ -168,6 +172,7 @@ class _Reader:
             return msgspec.json.decode(text, type=kind)
         except (msgspec.MsgspecError, UnicodeError) as error:
             self._fail("InvalidAnnotation", f"annotation {ANNOTATION}{annotation}: {error}")
+            self.unread.add(annotation)
             return value
 
     # --- listeners ---
@@ -222,6 +227,8 @@ class _Reader:
                 _add(found, self._check(field, part, protocol, port))
         except Unfit as error:
             self._fail("InvalidHealthCheck", str(error))
+            return "broken", ()
+        if self.unread & CHECK_NOTES:  # what is asked may be another thing than what was meant
             return "broken", ()
         return ("on", tuple(found.values())) if found else ("off", ())
 

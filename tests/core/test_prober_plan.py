@@ -187,7 +187,10 @@ def test_a_load_balancer_without_listeners_is_told(listeners):
     assert read_as.message == "spec.listeners is empty: must hold at least one"
 
 
-@pytest.mark.parametrize("address", ["", "host.example", "127.0.0.1", "169.254.1.1", "fe80::1%e0"])
+@pytest.mark.parametrize(
+    "address",
+    ["", "host.example", "127.0.0.1", "169.254.1.1", "fe80::1%e0", "::ffff:10.0.0.4", "10.0.0.0/8"],
+)
 def test_an_explicit_backend_needs_an_address_that_a_slice_may_hold(address):
     """One that Kubernetes would refuse must not spoil the slice of the others."""
     backends = [
@@ -227,6 +230,20 @@ def test_an_annotation_that_is_no_json_is_named():
     read_as = read(balancer(annotations={"lbledger.io/backends": "[{"}), DEFAULTS)
     assert read_as.reason == "InvalidAnnotation"
     assert "lbledger.io/backends" in read_as.message
+
+
+@pytest.mark.parametrize("note", ["health-check", "listener-health-checks"])
+def test_a_check_in_an_annotation_that_is_no_json_is_broken_and_not_off(note):
+    """Else a slip of the pen would send traffic to what fails the check that was meant."""
+    lb = balancer(
+        annotations={f"lbledger.io/{note}": '{"protocol": HTTP'},
+        listeners=LISTENERS[:2],
+        health_check=HealthCheck(port=80),
+    )
+    read_as = read(lb, DEFAULTS)
+    assert (read_as.checking, read_as.checks) == ("broken", ())
+    assert read_as.reason == "InvalidAnnotation"
+    assert f"lbledger.io/{note}" in read_as.message
 
 
 def test_an_unknown_family_is_named():
