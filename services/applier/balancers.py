@@ -106,12 +106,19 @@ def _data_path(made: Plan, doc: OwnerDoc, lb: objects.LoadBalancer) -> None:
     # address that is not ours any more may be somebody else's already.
     if announcing.ours and _announced(made, doc, service, addresses, sliced):
         return
-    if shapes.service_differs(wanted, service):
+    if shapes.service_differs(wanted, service) or _withdrawn(made, ref, digest):
         made.add(service_write(made, doc, wanted, digest, uid=service.metadata.uid))
     else:
         foreign = shapes.foreign_parts(wanted, service)
         if foreign:
             made.add(service_write(made, doc, foreign, digest, verb="json"))
+
+
+def _withdrawn(made: Plan, ref: ObjectRef, digest: str) -> bool:
+    """Whether our last write may have said something that is not wanted any more: what is left out
+    shows no difference, and an apply takes it back."""
+    target = made.state.targets.get(Key(*ref))
+    return target is not None and target.applied not in ("", digest)
 
 
 def _announced(

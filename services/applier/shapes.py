@@ -128,8 +128,12 @@ def service_differs(wanted: Body, known: objects.Service) -> list[str]:
         "allocateLoadBalancerNodePorts": spec.allocate_load_balancer_node_ports,
     }
     found += [field for field, value in shown.items() if field in want and want[field] != value]
-    if "ipFamilies" in want and want["ipFamilies"][0] not in (spec.ip_families or []):
-        found.append("ipFamilies")
+    if "ipFamilies" in want:
+        if want["ipFamilies"][0] not in (spec.ip_families or []):
+            found.append("ipFamilies")
+        # A cluster of one family shows one, whatever is preferred: only the policy tells.
+        if want["ipFamilyPolicy"] != spec.ip_family_policy:
+            found.append("ipFamilyPolicy")
     return found
 
 
