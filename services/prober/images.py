@@ -246,16 +246,14 @@ def of_member(obj: Member, plan: Plan) -> Iterator[Backend]:
 
 def of_explicit(balancer: Balancer) -> Iterator[Backend]:
     for item in balancer.plan.explicit:
-        family = "IPv6" if ":" in item.address else "IPv4"
-        if family in balancer.plan.families:
-            yield Backend(
-                kind="Address",
-                namespace=balancer.owner.namespace,
-                name=item.name,
-                # At another port it is another backend: no verdict may carry over.
-                uid=f"address:{item.name}:{item.port}" if item.port else f"address:{item.name}",
-                address=item.address,
-                port=item.port,
-                ready=False,
-                state="unknown",
-            )
+        yield Backend(
+            kind="Address",
+            namespace=balancer.owner.namespace,
+            name=item.name,
+            # At another port it is another backend: no verdict may carry over.
+            uid=f"address:{item.name}:{item.port}" if item.port else f"address:{item.name}",
+            address=item.address,
+            port=item.port,
+            ready=False,
+            state="unknown",
+        )

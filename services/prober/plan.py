@@ -138,8 +138,8 @@ class _Reader:
                 self.spec.backend_pod_selector, "backend-pod-selector", dict[str, list[str]]
             ),
         )
-        explicit = self._explicit(len(listeners))
         families = self._families()
+        explicit = self._explicit(len(listeners), families)
         problems = self.problems
         return Plan(
             ports=tuple(
@@ -308,7 +308,7 @@ class _Reader:
             return {}
         return dict(selector or {})
 
-    def _explicit(self, listeners: int) -> tuple[Explicit, ...]:
+    def _explicit(self, listeners: int, families: tuple[str, ...]) -> tuple[Explicit, ...]:
         listed = self._either(self.spec.backends, "backends", list[objects.ExplicitBackend])
         kept: dict[str, Explicit] = {}
         for index, backend in enumerate(listed or ()):
@@ -322,7 +322,12 @@ class _Reader:
                 if ip is None:
                     raise Unfit(
                         f"{field}.address is {backend.address!r}: must be an IPv4 or IPv6 address,"
-                        " not loopback, link-local, multicast or unspecified"
+                        " not loopback, link-local, multicast, unspecified or IPv4-mapped"
+                    )
+                if f"IPv{ip.version}" not in families:
+                    raise Unfit(
+                        f"{field}.address is {backend.address!r}: must be {' or '.join(families)}"
+                        " by spec.ipFamilies"
                     )
                 _in_range(f"{field}.port", backend.port, 0, 65_535, "0 (the listener's)")
                 if backend.port and listeners > 1:

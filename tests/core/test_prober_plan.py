@@ -203,6 +203,20 @@ def test_an_explicit_backend_needs_an_address_that_a_slice_may_hold(address):
     assert repr(address) in read_as.message
 
 
+def test_an_explicit_backend_of_another_family_is_named():
+    """It would be in no slice, and a person would look for why."""
+    backends = [
+        ExplicitBackend(name="six", address="2001:db8::1"),
+        ExplicitBackend(name="four", address="10.0.0.1"),
+    ]
+    read_as = plan(backends=backends)
+    assert [b.name for b in read_as.explicit] == ["four"]
+    assert read_as.message == (
+        "spec.backends[0].address is '2001:db8::1': must be IPv4 by spec.ipFamilies"
+    )
+    assert len(plan(backends=backends, ip_families=["IPv4", "IPv6"]).explicit) == 2
+
+
 def test_extensions_may_stand_in_annotations():
     """Clusters with Harvester's own CRD have no fields for them; a field of the spec wins."""
     notes = {
