@@ -39,6 +39,7 @@ from services.prober.members import PODS, VMIS, Members, member
 from services.prober.plan import Defaults, read
 
 KINDS: Final = (BALANCERS, VMIS, PODS)
+MOST_CHANGES: Final = 1_000  # in one event, which the bus has to carry
 
 
 @dataclass(slots=True)
@@ -130,7 +131,8 @@ class State:
     def judge(
         self, verdicts: Iterable[Verdict], holds: Iterable[Hold], at: datetime
     ) -> list[HealthChanged]:
-        """What verdicts and holds change: one event for each owner concerned."""
+        """What verdicts and holds change: one event for each owner concerned (of very many verdicts
+        on one, several)."""
         by_owner: dict[str, list[Verdict]] = {}
         held: dict[str, str] = {}
         for verdict in verdicts:
@@ -141,12 +143,14 @@ class State:
         decided = []
         for uid, given in by_owner.items():
             balancer = self.balancers.get(uid)
-            if balancer is None or balancer.image is None or balancer.plan.checking != "on":
-                continue
-            event = weigh(balancer, balancer.image, given, held.get(uid), self.dummies, at)
-            if event is not None:
-                self.evolve(event)
-                decided.append(event)
+            for start in range(0, max(len(given), 1), MOST_CHANGES):
+                if balancer is None or balancer.image is None or balancer.plan.checking != "on":
+                    break
+                some = given[start : start + MOST_CHANGES]
+                event = weigh(balancer, balancer.image, some, held.get(uid), self.dummies, at)
+                if event is not None:
+                    self.evolve(event)
+                    decided.append(event)
         return decided
 
     def evolve(self, event: BackendsResolved | HealthChanged) -> None:

@@ -27,6 +27,7 @@ NO_POD: Final = (
     " the watcher follows only those with the label of egress gateways, unless watcher.all_pods is"
     " set)"
 )
+MOST_BYTES: Final = 900_000  # of the backends in one event; NATS carries 1 MiB unless it is told so
 _NO_TIME: Final = float("-inf")
 
 BackendKey = tuple[str, str]  # uid and address
@@ -102,11 +103,17 @@ def decide(
     plan, before = balancer.plan, balancer.image
     listed, matched = found
     known = {key_of(b): b for b in before.backends} if before is not None else {}
-    backends = [_carry(b, known.get(key_of(b)), plan) for b in listed]
+    carried = [_carry(b, known.get(key_of(b)), plan) for b in listed]
+    backends = _fitting(carried)
     dummy, dummy6 = stand_ins(backends, plan.families, dummies)
     remarks = [plan.message] if plan.message else []
     if plan.pods and not any(backend.kind == KINDS[PODS] for backend in backends):
         remarks.append(NO_POD)
+    if len(backends) < len(carried):
+        remarks.append(
+            f"only the first {len(backends)} of {len(carried)} backends are used: more do not fit"
+            " into one event"
+        )
     image = BackendsResolved(
         at=at,
         owner=balancer.owner,
@@ -205,6 +212,26 @@ def stand_ins(
 
 def key_of(backend: Backend) -> BackendKey:
     return backend.uid, backend.address
+
+
+def _fitting(backends: list[Backend]) -> list[Backend]:
+    """As many as one event carries: of thousands without the texts of their errors, of more only
+    the first. How many must not depend on how they are."""
+    room = MOST_BYTES - sum(map(_bytes, backends))
+    if room >= sum(len(b.reason) + len(b.last_error) for b in backends):
+        return backends
+    fit = len(backends)
+    while room < 0:
+        fit -= 1
+        room += _bytes(backends[fit])
+    return [msgspec.structs.replace(b, reason="", last_error="") for b in backends[:fit]]
+
+
+def _bytes(backend: Backend) -> int:
+    """Of its JSON at most, without errors."""
+    b = backend
+    names = len(b.kind) + len(b.namespace) + len(b.name) + len(b.uid) + len(b.node)
+    return 200 + names + len(b.address)
 
 
 def _carry(backend: Backend, before: Backend | None, plan: Plan) -> Backend:

@@ -215,6 +215,31 @@ def test_a_restarted_machine_starts_from_unknown():
     assert (world.ready, world.image.dummy) == ([], "192.0.0.8")
 
 
+def test_thousands_of_backends_fit_into_events_that_the_bus_carries():
+    """However long their names and their errors are. What does not fit is told, and which are left
+    out does not depend on how they are."""
+    world = World()
+    node = "node-" + "n" * 200
+    vms = [machine(f"vm{i:04}-{'x' * 50}", f"10.0.{i // 250}.{1 + i % 250}") for i in range(4_000)]
+    vms = [
+        msgspec.structs.replace(vm, status=msgspec.structs.replace(vm.status, node_name=node))
+        for vm in vms
+    ]
+    (image,) = world.see(balancer(health_check=CHECK), *vms).settle()
+    used = [b.name for b in image.backends]
+    assert 1_000 < len(used) < 4_000
+    assert f"the first {len(used)} of 4000 backends" in image.message
+    verdicts = [
+        world.verdict(b.name, False, address=b.address)._replace(reason="e" * 250)
+        for b in image.backends
+    ]
+    told = world.judge(*verdicts)
+    assert sum(len(event.changes) for event in told) == len(used)
+    told += world.lose(vms[-1]).settle() + world.see(balancer()).settle()
+    assert [b.name for b in world.image.backends] == used
+    assert max(len(msgspec.json.encode(event)) for event in [image, *told]) < 1_000_000
+
+
 def test_the_last_error_stays_with_a_backend_that_has_recovered():
     """Through other changes of the image, until checks are off; another machine has none."""
     lb = balancer(health_check=CHECK)
