@@ -377,6 +377,10 @@ def _check(settings: Settings) -> None:
         ("nats.replicas", settings.nats.replicas),
     ):
         _positive(name, value)
+    if not 0 <= settings.applier.backend_entries <= 1000:  # what the CRD allows
+        raise ConfigError(
+            f"applier.backend_entries is {settings.applier.backend_entries}: must be 0 to 1000"
+        )
     if not settings.nats.url.startswith(("nats://", "tls://", "ws://", "wss://")):
         raise ConfigError(
             f"nats.url is {public_url(settings.nats.url)!r}: must start with nats:// or tls://"

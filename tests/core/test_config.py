@@ -27,6 +27,7 @@ def test_the_environment_beats_the_file_and_the_file_the_defaults(tmp_path):
         ({"LBLEDGER_NATS_URL": "http://n"}, ["nats.url", "nats://"]),
         ({"LBLEDGER_DATABASE_URL": "mysql://u:secret@h/d"}, ["database.url", "postgresql://"]),
         ({"LBLEDGER_PROJECTOR_BATCH": "0"}, ["projector.batch", "0", "greater"]),
+        ({"LBLEDGER_APPLIER_BACKEND_ENTRIES": "1001"}, ["backend_entries", "1001", "0 to 1000"]),
         ({"LBLEDGER_CONFIG": "/nonexistent.toml"}, ["/nonexistent.toml"]),
         ({"LBLEDGER_ALLOCATOR_CLASSLESS": "perhaps"}, ["CLASSLESS", "perhaps", "true or false"]),
     ],
