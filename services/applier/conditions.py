@@ -169,7 +169,9 @@ def _healthy(image: Backends | None) -> Part:
     text = f"{ready} of {total} healthy"
     if not ready:
         message = f"running backend servers are not probed as healthy total:{total}, healthy:0"
-        return Part(HEALTHY, "False", "ChecksHeld" if image.held else "NotHealthy", message)
+        if image.held:
+            return Part(HEALTHY, "False", "ChecksHeld", f"{message}; {image.held}")
+        return Part(HEALTHY, "False", "NotHealthy", message)
     if image.held:
         return Part(HEALTHY, "True", "ChecksHeld", image.held)
     if not image.checked:

@@ -197,6 +197,21 @@ def test_each_reason_for_no_backend_is_told_apart(image, reason, message):
     assert world.condition(owner, "BackendsResolved").reason == reason
 
 
+@pytest.mark.parametrize("ready", [True, False])
+def test_checks_that_can_not_be_made_are_told_with_their_reason(ready):
+    """Whether or not anything is ready: it is our fault, and a person has to know what it is."""
+    world = World()
+    owner = world.balancer()
+    held = "checks can't be made: Network is unreachable"
+    world.grant(owner, "192.0.2.10")
+    vm = backend(ready=ready, state="healthy" if ready else "unknown")
+    world.resolve(owner, vm, checked=True, held=held)
+    world.wait(1)
+    told = world.condition(owner, "BackendsHealthy")
+    assert (told.status, told.reason) == (str(ready), "ChecksHeld")
+    assert told.message.endswith(held)
+
+
 def test_slice_stands_before_an_announcer_hears_of_the_address():
     """kube-vip 1.2 and later publish nothing while the slice is empty or missing."""
     world = World(Options(announcing=Announcing("kube-vip")))
