@@ -6,6 +6,7 @@ Exit codes: 0 fine, 1 found a problem, 2 wrong use or wrong settings.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -34,13 +35,15 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 def _call(module: str, function: str, *args: object, **kwargs: object) -> None:
     """Run a function of a module that is loaded now; what it returns is the exit code."""
     from services.cli.printing import Trouble
-    from services.kit import log
+    from services.kit import garbage, log
     from services.kit.config import ConfigError, LogSettings
 
     # What a person must know is the message of the command, not the log of its attempts.
     log.setup(LogSettings(level="error"), "cli")
     try:
-        code = getattr(importlib.import_module(module), function)(*args, **kwargs)
+        with garbage.importing():
+            loaded = importlib.import_module(module)
+        code = getattr(loaded, function)(*args, **kwargs)
         sys.stdout.flush()
     except ConfigError as error:
         code = _failed(error, 2)
@@ -215,4 +218,7 @@ def nrp_repair(
 
 
 def main() -> None:
-    app()
+    try:
+        app()
+    finally:
+        gc.freeze()  # what goes with the process needs no last search for cycles

@@ -11,14 +11,16 @@ import msgspec
 import schema
 from services.cli import session
 from services.kit import config as settings_module
+from services.kit import garbage
 
 
 def service(name: str) -> int:
     """Run one service until a signal."""
-    from services.kit.runtime import run_service
-
     settings = settings_module.load()
-    module = importlib.import_module(f"services.{name}.main")
+    with garbage.importing():
+        from services.kit.runtime import run_service
+
+        module = importlib.import_module(f"services.{name}.main")
     return run_service(name, module.run, settings)
 
 
