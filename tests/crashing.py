@@ -1,12 +1,10 @@
 """A real allocator that kills itself at a named point: what a crash at the worst moment leaves.
 
-Points are statements of the transaction, its commit, and steps of the relay behind it. The process
-is forked from a server that has imported everything, so that a crash costs no start of Python.
+Points are statements of the transaction, its commit, and steps of the relay behind it.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import signal
@@ -23,6 +21,7 @@ from services.kit.batches import Committer
 from services.kit.bus import Publisher
 from services.kit.outbox import Outbox
 from services.kit.runtime import run_service
+from tests import forking
 
 
 class Point(NamedTuple):
@@ -70,11 +69,7 @@ POINTS: Final = {
 
 def start(environment: dict[str, str], point: str) -> Any:
     """The process of an allocator that ends by SIGKILL when it passes the point."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    process = context.Process(target=_run, args=(environment, point), daemon=True)
-    process.start()
-    return process
+    return forking.start(_run, environment, point)
 
 
 def _run(environment: dict[str, str], point: str) -> None:

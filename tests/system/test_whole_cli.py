@@ -4,74 +4,16 @@ People read 80 columns, machines read `--json`; exit codes are 0, 1 (a problem) 
 """
 
 import asyncio
-import contextlib
-import fcntl
 import json
 import os
-import pty
 import signal
-import struct
 import sys
-import termios
 
 from sandbox.child import free_port
+from tests.system.commands import COLUMNS, from_nothing, lbledger, on_terminal
 from tests.system.whole import gather
 
-COLUMNS = 80
 NO_BACKEND = "no running backend servers"
-
-
-class Done:
-    def __init__(self, code, out, err):
-        self.code, self.out, self.err = code, out, err
-
-    def __repr__(self):
-        return f"exit {self.code}\n{self.out}{self.err}"
-
-    @property
-    def json(self):
-        return json.loads(self.out)
-
-
-async def lbledger(env, *argv, timeout=40):
-    """Run a command with its output piped."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "services.cli", *argv),
-        env=env,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    async with asyncio.timeout(timeout):
-        out, err = await process.communicate()
-    return Done(process.returncode, out.decode(), err.decode())
-
-
-async def on_terminal(env, *argv, timeout=40):
-    """Run a command on a terminal of 80 columns."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "services.cli", *argv),
-        env={**env, "TERM": "xterm-256color"},
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-    )
-    os.close(theirs)
-
-    def read():
-        found = b""
-        with contextlib.suppress(OSError):  # EIO: the other side is closed
-            while part := os.read(ours, 65536):
-                found += part
-        return found
-
-    async with asyncio.timeout(timeout):
-        found = await asyncio.to_thread(read)
-        await process.wait()
-    os.close(ours)
-    return Done(process.returncode, found.decode().replace("\r\n", "\n"), "")
 
 
 async def many(run, env, commands, at_once=3):
@@ -126,7 +68,7 @@ async def simulated(whole, space, pool):
     }
     file = whole.stack.state / f"{pool}.yaml"
     file.write_text(json.dumps(edited))
-    return await lbledger(whole.environment(), "pool", "simulate", "-f", str(file))
+    return await from_nothing(whole.environment(), "pool", "simulate", "-f", str(file))
 
 
 async def test_every_looking_command_for_people_and_for_machines(whole, space):
@@ -287,7 +229,7 @@ async def test_nothing_running_and_wrong_addresses(tmp_path):
     done, wrong, doctor = await gather(
         many(lbledger, nothing, by_bus + by_tables, at_once=9),
         gather(*(with_setting(item) for item in settings)),
-        lbledger(nothing, "doctor", "--json"),
+        from_nothing(nothing, "doctor", "--json"),
     )
 
     for line, one in done.items():
@@ -376,7 +318,7 @@ async def test_doctor_finds_a_dead_letter(whole):
         " values ('KUBE', 1, 'kube.x', 'made by a test', '')"
     )
     try:
-        done = await lbledger(whole.environment(), "doctor")
+        done = await from_nothing(whole.environment(), "doctor")
     finally:
         await whole.rows("delete from prober.dead_letter where reason = 'made by a test'")
 
