@@ -224,8 +224,9 @@ class NatsServer(_Server):
 class PostgresServer(_Server):
     """Postgres with password authentication, one database and its owner.
 
-    `durable=False` does without fsync: what was committed survives the death of the server, not
-    that of the machine. `settings` are further lines of postgresql.conf.
+    `durable=False` does without fsync, and keeps a temporary store in memory where there is room:
+    what was committed survives the death of the server, not that of the machine. `settings` are
+    further lines of postgresql.conf.
     """
 
     _name = "postgres"
@@ -264,7 +265,8 @@ class PostgresServer(_Server):
 
     def _make_folder(self) -> Path:
         if self._given is None:
-            return pgtemplate.scratch_folder(self._user, "lbledger-postgres-")
+            in_memory = not self._durable
+            return pgtemplate.scratch_folder(self._user, "lbledger-postgres-", in_memory=in_memory)
         if not self._given.exists():
             self._given.mkdir(parents=True)
             self._given.chmod(0o711)
@@ -300,7 +302,7 @@ class PostgresServer(_Server):
             "log_timezone": "UTC",
         }
         if not self._durable:
-            settings |= {"fsync": "off", "full_page_writes": "off"}
+            settings |= {"fsync": "off", "full_page_writes": "off", "max_wal_size": "128MB"}
         return settings | self._settings
 
     async def _ready(self, child: Child, port: int) -> bool:

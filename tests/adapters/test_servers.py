@@ -110,6 +110,23 @@ async def test_postgres_state_folder_is_taken_up_by_another_instance() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root runs Postgres as somebody else")
+def test_a_store_is_in_memory_where_asked_and_where_there_is_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not in a memory that is too small, as a container's."""
+    user = pgtemplate.postgres_user()
+    memory = pgtemplate.scratch_folder(user, "lbledger-test-")
+    try:
+        monkeypatch.setattr(pgtemplate, "MEMORY", str(memory))
+        for room, in_memory in ((0, True), (0, False), (1 << 60, True)):
+            monkeypatch.setattr(pgtemplate, "ROOM", room)
+            made = pgtemplate.scratch_folder(user, "lbledger-test-", in_memory=in_memory)
+            made.rmdir()
+            assert (made.parent == memory) == (in_memory and not room)
+    finally:
+        shutil.rmtree(memory)
+
+
 async def test_unreachable_state_folder_is_refused_by_name(tmp_path: Path) -> None:
     """As root: a folder the unprivileged user cannot reach is named, and no permission changes."""
     closed = tmp_path / "closed"
