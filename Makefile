@@ -35,8 +35,8 @@ demo: setup ## the main job from end to end on examples/, ends by itself
 up: setup ## everything in this terminal, until Ctrl-C
 	lbledger up
 
-test: setup ## all tests (T=path for some of them, WORKERS=n for as many at once)
-	python -m pytest -q -n $(or $(WORKERS),0) --dist loadfile $(or $(T),tests)
+test: setup ## all tests (T=path for some of them, WORKERS=0 to see them one by one)
+	python -m pytest -q -n $(or $(WORKERS),2) --no-loadscope-reorder $(or $(T),tests)
 
 check: setup ## lint, types, import contracts, contracts of the schema, deployment files
 	ruff check .

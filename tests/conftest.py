@@ -9,11 +9,13 @@ import asyncio
 import itertools
 import os
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import asyncpg
 import nats
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from services.kit.migrate import upgrade
 from tests import infra
@@ -32,7 +34,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--infra") == "external" and getattr(config.option, "numprocesses", 0):
-        raise pytest.UsageError("tests on servers of your own run one at a time: leave WORKERS out")
+        raise pytest.UsageError("tests on servers of your own run one at a time: use WORKERS=0")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest first, so that no worker is left alone with it at the end; what waits
+    for a build that others leave little of the machine to, last."""
+    items.sort(
+        key=lambda item: (
+            "/test_nats_cli" in item.nodeid,
+            "/system/" not in item.nodeid,
+            not _whole(item.nodeid),
+        )
+    )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> "OneMachine":
+    return OneMachine(config, log)
+
+
+class OneMachine(LoadFileScheduling):
+    """A worker takes whole files, and one of them all that need the running machine."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "whole" if _whole(nodeid) else str(super()._split_scope(nodeid))
+
+
+def _whole(nodeid: str) -> bool:
+    return "/test_whole_" in nodeid
 
 
 @pytest.fixture(scope="session")
