@@ -9,6 +9,8 @@ of processes may race for it, and it is used only when it is ours and complete.
 """
 
 import asyncio
+import contextlib
+import fcntl
 import importlib.metadata
 import importlib.util
 import os
@@ -27,7 +29,9 @@ DATABASE = "lbledger"
 MEMORY = "/dev/shm"  # noqa: S108  # what is made in it is made by mkdtemp
 ROOM = 2 << 30
 _COUNT = "files"
+_LOCK = "lock"
 _PASSWORD = "password"  # noqa: S105  # a file's name
+_kept: dict[Path, int] = {}
 
 
 def postgres_user() -> User | None:
@@ -51,13 +55,17 @@ def scratch_folder(user: User | None, prefix: str, *, in_memory: bool = False) -
     each one that was deleted in the last seconds before it makes another.
     """
     parents = [tempfile.gettempdir(), "/var/tmp", MEMORY]  # noqa: S108  # mkdtemp follows
-    if in_memory and _has_room(MEMORY):
-        parents.insert(0, MEMORY)
+    if in_memory:
+        _sweep(prefix)
+        if _has_room(MEMORY):
+            parents.insert(0, MEMORY)
     for parent in parents:
         if Path(parent).is_dir() and os.access(parent, os.W_OK) and _reaches(user, Path(parent)):
             folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
             if user is not None:
                 folder.chmod(0o711)
+            if in_memory:
+                _keep(folder)
             return folder
     raise ServerError(f"no temporary folder that user {user.name if user else 'we'} can reach")
 
@@ -202,6 +210,27 @@ def _count(cluster: Path) -> int:
 def _own(path: Path, user: User | None) -> None:
     if user is not None:
         os.chown(path, user.uid, user.gid, follow_symlinks=False)
+
+
+def _keep(folder: Path) -> None:
+    """Hold a lock that goes with us: whoever finds the folder without it may take it away."""
+    for gone in [known for known in _kept if not known.exists()]:
+        os.close(_kept.pop(gone))
+    descriptor = os.open(folder / f"{_LOCK}.new", os.O_WRONLY | os.O_CREAT, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    (folder / f"{_LOCK}.new").rename(folder / _LOCK)  # nobody sees it before it is locked
+    _kept[folder] = descriptor
+
+
+def _sweep(prefix: str) -> None:
+    """Give back the memory of what killed processes left there."""
+    for lock in Path(MEMORY).glob(f"{prefix}*/{_LOCK}"):
+        with contextlib.suppress(OSError):
+            if not _trusted(lock.parent):
+                continue
+            with lock.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 def _has_room(folder: str) -> bool:

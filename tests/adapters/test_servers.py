@@ -3,6 +3,7 @@
 import asyncio
 import os
 import shutil
+import subprocess
 import sys
 from asyncio.subprocess import PIPE
 from pathlib import Path
@@ -121,8 +122,34 @@ def test_a_store_is_in_memory_where_asked_and_where_there_is_room(
         for room, in_memory in ((0, True), (0, False), (1 << 60, True)):
             monkeypatch.setattr(pgtemplate, "ROOM", room)
             made = pgtemplate.scratch_folder(user, "lbledger-test-", in_memory=in_memory)
-            made.rmdir()
+            shutil.rmtree(made)
             assert (made.parent == memory) == (in_memory and not room)
+    finally:
+        shutil.rmtree(memory)
+
+
+def test_memory_that_a_killed_process_held_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the next that makes a store there; those of processes that live stay."""
+    user = pgtemplate.postgres_user()
+    memory = pgtemplate.scratch_folder(user, "lbledger-test-")
+    make = (
+        "import sys\n"
+        "from sandbox import pgtemplate\n"
+        "pgtemplate.MEMORY, pgtemplate.ROOM = sys.argv[1], 0\n"
+        "user = pgtemplate.postgres_user()\n"
+        "print(pgtemplate.scratch_folder(user, 'lbledger-test-', in_memory=True))\n"
+    )
+    try:
+        monkeypatch.setattr(pgtemplate, "MEMORY", str(memory))
+        monkeypatch.setattr(pgtemplate, "ROOM", 0)
+        ours = pgtemplate.scratch_folder(user, "lbledger-test-", in_memory=True)
+        argv = [sys.executable, "-c", make, str(memory)]
+        left = Path(subprocess.run(argv, check=True, capture_output=True, text=True).stdout.strip())
+        assert {ours, left} == set(memory.iterdir())
+
+        another = pgtemplate.scratch_folder(user, "lbledger-test-", in_memory=True)
+
+        assert {ours, another} == set(memory.iterdir())
     finally:
         shutil.rmtree(memory)
 
