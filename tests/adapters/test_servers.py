@@ -110,7 +110,6 @@ async def test_postgres_state_folder_is_taken_up_by_another_instance() -> None:
         shutil.rmtree(folder)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root runs Postgres as somebody else")
 def test_a_store_is_in_memory_where_asked_and_where_there_is_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -154,6 +153,7 @@ def test_memory_that_a_killed_process_held_is_given_back(monkeypatch: pytest.Mon
         shutil.rmtree(memory)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root runs Postgres as somebody else")
 async def test_unreachable_state_folder_is_refused_by_name(tmp_path: Path) -> None:
     """As root: a folder the unprivileged user cannot reach is named, and no permission changes."""
     closed = tmp_path / "closed"
